@@ -1,0 +1,27 @@
+# Each target makes the environment when it is missing or older than what it is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: sweep test lint clean
+
+sweep: $(READY)  ## the main job: hybrid attention on every mesh of four ranks
+	$(BIN)/python -m experiments.attention -m experiment=sweep
+
+test: lint  ## everything that must hold
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[bench,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) results outputs multirun build dist .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
