@@ -1,0 +1,54 @@
+"""usp: exact attention over sequences that do not fit on one device. Public names, resolved when used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from usp.attention import hybrid_attention as hybrid_attention
+    from usp.comm import Traffic as Traffic
+    from usp.comm import measure_traffic as measure_traffic
+    from usp.kernels import backends as backends
+    from usp.masks import Mask as Mask
+    from usp.merging import merge as merge
+    from usp.mesh import init_mesh as init_mesh
+    from usp.nn import HybridAttention as HybridAttention
+    from usp.partitions import Layout as Layout
+    from usp.partitions import Partition as Partition
+    from usp.ring import ring_attention as ring_attention
+    from usp.sharding import partition as partition
+    from usp.sharding import positions as positions
+    from usp.sharding import shard as shard
+    from usp.sharding import unshard as unshard
+    from usp.ulysses import heads_to_sequence as heads_to_sequence
+    from usp.ulysses import sequence_to_heads as sequence_to_heads
+
+_HOMES = {
+    "HybridAttention": "nn",
+    "Layout": "partitions",
+    "Mask": "masks",
+    "Partition": "partitions",
+    "Traffic": "comm",
+    "backends": "kernels",
+    "heads_to_sequence": "ulysses",
+    "hybrid_attention": "attention",
+    "init_mesh": "mesh",
+    "measure_traffic": "comm",
+    "merge": "merging",
+    "partition": "sharding",
+    "positions": "sharding",
+    "ring_attention": "ring",
+    "sequence_to_heads": "ulysses",
+    "shard": "sharding",
+    "unshard": "sharding",
+}
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'usp' has no attribute {name!r}")
+    return getattr(import_module(f"usp.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,336 @@
+"""Which rectangles of (my queries) x (that rank's keys) must be computed, and when.
+
+A partition and a mask together answer this; the ring runs the blocks, the cost model prices them, the
+merge knows from them which rows saw no key. Integers only: no process group and no tensor.
+
+Note [Blocks]
+~~~~~~~~~~~~~
+Local order is global order, so what a query sees of a run of keys is an interval that moves with the
+query: a rectangle with a band, `low <= column - row <= high`. Every block is trimmed (each row sees a
+column, each column is seen), the blocks of one (rank, source) are disjoint, and four kinds remain:
+
+    FULL            CAUSAL (None, 0)        EDGE (low, None)        BAND (low, high)
+    # # # #         # . . .                 # # # #                 # # . . .
+    # # # #         # # . .                 . # # #                 # # # . .
+    # # # #         # # # .                 . . # #                 . # # # .
+                    # # # #                 . . . #                 . . # # #
+
+CAUSAL starts in the top left corner and is square or taller; EDGE, a window's far end, is the same
+seen from the bottom right: low = columns - rows. What a causal or edge rectangle is wider is FULL.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from usp.masks import Mask, Region, Span
+from usp.partitions import Layout, Partition, Run
+
+
+class Kind(Enum):
+    """The shape of a block's band; see Note [Blocks]."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+    EDGE = "edge"
+    BAND = "band"
+
+
+class Block(NamedTuple):
+    """Local rows x local columns; (i, j) is visible iff low <= (j - k.start) - (i - q.start) <= high."""
+
+    q: range
+    k: range
+    low: int | None = None
+    high: int | None = None
+
+    @property
+    def kind(self) -> Kind:
+        if self.low is None:
+            return Kind.FULL if self.high is None else Kind.CAUSAL
+        return Kind.EDGE if self.high is None else Kind.BAND
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs: the block's work."""
+        rows, columns = len(self.q), len(self.k)
+
+        def below(high: int) -> int:  # pairs with column - row <= high
+            def sum_to(last: int) -> int:  # min(max(x, 0), columns) summed over x up to last
+                inside = max(0, min(last, columns))
+                return inside * (inside + 1) // 2 + columns * max(0, last - columns)
+
+            return sum_to(high + rows) - sum_to(high)
+
+        high = columns if self.high is None else self.high
+        return below(high) - (0 if self.low is None else below(self.low - 1))
+
+
+class Piece(NamedTuple):
+    """Part of a rank's tokens: a run and the local index where it begins."""
+
+    first: int
+    run: Run
+
+
+def blocks(mask: Mask, queries: Partition, rank: int, keys: Partition, source: int, row: int = 0) -> tuple[Block, ...]:
+    """What ring rank `rank` computes with the keys of ring rank `source`, for one batch row.
+
+    Indices count tokens of a ring rank's share (0 to seq_ring).
+
+    Raises:
+        ValueError: what `batch_rows` raises.
+    """
+    batch_rows(mask, queries, keys)
+    q_runs, k_runs = queries.runs(rank, row), keys.runs(source, row)
+    found: list[Block] = []
+    for region in mask.regions(row):
+        found += _joined(_rectangles(region, q_runs, queries.span(row), k_runs, keys.span(row)))
+    return tuple(sorted(found, key=lambda block: (block.q.start, block.k.start)))
+
+
+def batch_rows(mask: Mask, queries: Partition, keys: Partition) -> int:
+    """Batch rows whose blocks may differ; 1 if the whole batch is alike.
+
+    Raises:
+        ValueError: if mask and starts speak of different numbers of rows, one of the partitions is striped over
+            several ranks and the other is not, or a causal mask meets queries and keys of other lengths whose
+            starts are not told apart.
+    """
+    counts = {"mask": mask.rows, "queries' start": len(queries.starts), "keys' start": len(keys.starts)}
+    several = {name: count for name, count in counts.items() if count > 1}
+    if len(set(several.values())) > 1:
+        raise ValueError(f"batch rows differ: {several}; each must be one for all or one a batch row")
+    striped = [tokens.layout == Layout.STRIPED and tokens.ring > 1 for tokens in (queries, keys)]
+    if striped[0] != striped[1]:
+        raise ValueError(
+            f"queries are {queries.layout} and keys are {keys.layout} over {queries.ring} ring ranks: "
+            "striped shards meet only striped shards; use one layout for both"
+        )
+    rows = max(counts.values())
+    if mask.causal and queries.seq != keys.seq:
+        for start in (keys.span(row)[0] for row in range(rows) if queries.span(row)[0] == keys.span(row)[0]):
+            raise ValueError(
+                f"causal attention of {queries.seq} queries to {keys.seq} keys, both starting at position {start}: "
+                f"give the queries' partition its start (start={start + abs(keys.seq - queries.seq)} if they are "
+                "the last tokens), or cut the keys that no query sees"
+            )
+    return rows
+
+
+def needed(mask: Mask, queries: Partition, keys: Partition) -> tuple[tuple[bool, ...], ...]:
+    """[rank][source]: has this ring rank work, in any batch row, with that one's keys?"""
+    found = [[False] * queries.ring for _ in range(queries.ring)]
+    for row in range(batch_rows(mask, queries, keys)):
+        for region in mask.regions(row):
+            holders = list(_holders(keys, row, region.keys))
+            for rank, q_runs in _holders(queries, row, region.queries):
+                for source, k_runs in holders:
+                    if not found[rank][source]:
+                        rectangles = _rectangles(region, q_runs, queries.span(row), k_runs, keys.span(row))
+                        found[rank][source] = next(rectangles, None) is not None
+    return tuple(tuple(x) for x in found)
+
+
+def _holders(tokens: Partition, row: int, span: Span) -> Iterator[tuple[int, tuple[Run, ...]]]:
+    """The ring ranks that may hold tokens of a span, with all their runs; each once."""
+    owners, starts, runs = _by_position(tokens, row)
+    if tokens.layout == Layout.STRIPED:
+        yield from enumerate(runs)
+        return
+    first = max(0, bisect_right(starts, span[0]) - 1)
+    last = bisect_left(starts, span[1])
+    for rank in sorted(set(owners[first:last])):
+        yield rank, runs[rank]
+
+
+@lru_cache(maxsize=64)
+def _by_position(tokens: Partition, row: int) -> tuple[list[int], list[int], list[tuple[Run, ...]]]:
+    """Owner and start of every run, by position; and all ranks' runs."""
+    runs = [tokens.runs(rank, row) for rank in range(tokens.ring)]
+    by_start = sorted((run.start, rank) for rank in range(tokens.ring) for run in runs[rank])
+    return [rank for _, rank in by_start], [start for start, _ in by_start], runs
+
+
+def _inside(runs: Sequence[Run], region: Span, real: Span) -> list[Piece]:
+    """The parts of a rank's runs that lie in a span and are real tokens."""
+    first, end = max(region[0], real[0]), min(region[1], real[1])
+    pieces, index = [], 0
+    for start, step, count in runs:
+        skip = max(0, -((start - first) // step))
+        last = min(count, -((start - end) // step))
+        if skip < last:
+            pieces.append(Piece(index + skip, Run(start + skip * step, step, last - skip)))
+        index += count
+    return pieces
+
+
+def _rectangles(
+    region: Region, q_runs: Sequence[Run], q_real: Span, k_runs: Sequence[Run], k_real: Span
+) -> Iterator[Block]:
+    """One region's blocks, run by run."""
+    q_pieces = _inside(q_runs, region.queries, q_real)
+    k_pieces = _inside(k_runs, region.keys, k_real)
+    if region.low is None and (region.high is None or (region.high == 0 and q_pieces == k_pieces)):
+        # Only the order of positions counts, and local order is that order: one rectangle for all runs.
+        q_pieces, k_pieces = _as_one(q_pieces), _as_one(k_pieces)
+    for q in q_pieces:
+        for k in k_pieces:
+            yield from _trimmed(q, k, region.low, region.high)
+
+
+def _as_one(pieces: list[Piece]) -> list[Piece]:
+    return [Piece(pieces[0].first, Run(0, 1, sum(piece.run.count for piece in pieces)))] if pieces else []
+
+
+def _trimmed(q_piece: Piece, k_piece: Piece, low: int | None, high: int | None) -> Iterator[Block]:
+    """The rectangle of two pieces as trimmed blocks of the four kinds."""
+    q, k = q_piece.run, k_piece.run
+    if low is not None:  # from positions to indices, rounded inwards
+        low = -((k.start - q.start - low) // q.step)
+    if high is not None:
+        high = (high - (k.start - q.start)) // q.step
+    if low is not None and high is not None and low > high:
+        return
+    top, bottom = 0, q.count
+    left, right = 0, k.count
+    if high is not None:
+        top, right = max(top, -high), min(right, q.count + high)
+    if low is not None:
+        bottom, left = min(bottom, k.count - low), max(left, low)
+    if top >= bottom or left >= right:
+        return
+    rows, columns = bottom - top, right - left
+    if low is not None:
+        low = low + top - left
+        low = None if low <= 1 - rows else low
+    if high is not None:
+        high = high + top - left
+        high = None if high >= columns - 1 else high
+    q_range = range(q_piece.first + top, q_piece.first + bottom)
+    k_range = range(k_piece.first + left, k_piece.first + right)
+    if low is None and high:  # the columns that all rows see
+        yield Block(q_range, k_range[:high])
+        k_range, high = k_range[high:], 0
+    elif high is None and low is not None and columns > rows + low:
+        yield Block(q_range, k_range[rows + low :])
+        k_range = k_range[: rows + low]
+    yield Block(q_range, k_range, low, high)
+
+
+def _joined(pieces: Iterator[Block]) -> list[Block]:
+    """FULL neighbours made one, first along the keys, then along the queries."""
+    rest, full = [], []
+    for block in pieces:
+        (full if block.kind == Kind.FULL else rest).append(block)
+    full.sort(key=lambda x: (x.q.start, x.q.stop, x.k.start))
+    across: list[Block] = []
+    for block in full:
+        if across and across[-1].q == block.q and across[-1].k.stop == block.k.start:
+            block = block._replace(k=range(across.pop().k.start, block.k.stop))
+        across.append(block)
+    across.sort(key=lambda x: (x.k.start, x.k.stop, x.q.start))
+    for block in across:
+        if rest and rest[-1].kind == Kind.FULL and rest[-1].k == block.k and rest[-1].q.stop == block.q.start:
+            block = block._replace(q=range(rest.pop().q.start, block.q.stop))
+        rest.append(block)
+    return rest
+
+
+# ---------------------------------------------------------------------------------------------------
+# When: the journey of every source's keys.
+
+Visits = tuple[tuple[tuple[int, int], ...], ...]
+
+
+def ring_order(ring: int) -> tuple[tuple[int, ...], ...]:
+    """[source]: the ranks in the order in which its keys pass them, itself first: the single ring."""
+    return tuple(tuple((source + step) % ring for step in range(ring)) for source in range(ring))
+
+
+def schedule(need: Sequence[Sequence[bool]], order: Sequence[Sequence[int]]) -> Visits:
+    """[source]: the (rank, step) visits of its keys, itself at step 0, then only ranks that need them.
+
+    Keys go from one visitor directly to the next. Any order works in which no two sources are due at
+    one rank in one step: single ring, double ring (inner before outer) and bidirectional ring are
+    orders, not programs.
+    """
+    ranks = range(len(need))
+    for step in ranks:
+        if sorted(order[source][step] for source in ranks) != list(ranks):
+            raise ValueError(f"order {order} sends two sources to one rank in step {step}")
+    return tuple(
+        tuple((rank, step) for step, rank in enumerate(order[source]) if step == 0 or need[rank][source])
+        for source in ranks
+    )
+
+
+class Hop(NamedTuple):
+    """One message: keys, or their gradients, of `source` go to or come from `peer`."""
+
+    source: int
+    peer: int
+
+
+class Step(NamedTuple):
+    """What one rank does in one step.
+
+    Hops begin with the step and end with it: keys that move during a step are used in the next one; a
+    gradient that moves during a step was complete the step before, and is added at the step's end. Both
+    ends of a hop name the same step, so ordered communicators (NCCL) cannot deadlock.
+    """
+
+    source: int | None = None  # whose keys are used
+    send: tuple[Hop, ...] = ()
+    receive: Hop | None = None
+    spent: tuple[int, ...] = ()  # sources whose keys are not used or sent after this step
+    grad_send: tuple[Hop, ...] = ()
+    grad_receive: tuple[Hop, ...] = ()
+
+
+def steps(visits: Visits, rank: int) -> tuple[Step, ...]:
+    """The program of one rank: a step for each of the order's, and one for the last gradients home.
+
+    A source's gradient is born at its first foreign visitor, follows the keys' way, and goes from the
+    last visitor straight home.
+    """
+    source_at: dict[int, int] = {}
+    send: dict[int, list[Hop]] = {}
+    receive: dict[int, Hop] = {}
+    spent: dict[int, list[int]] = {}
+    grad_send: dict[int, list[Hop]] = {}
+    grad_receive: dict[int, list[Hop]] = {}
+    for source, stops in enumerate(visits):
+        for (here, _), (there, due) in pairwise(stops):
+            if here == rank:
+                send.setdefault(due - 1, []).append(Hop(source, there))
+            if there == rank:
+                receive[due - 1] = Hop(source, here)
+        for n, (here, step) in enumerate(stops):
+            if here == rank:
+                source_at[step] = source
+                last_use = stops[n + 1][1] - 1 if n + 1 < len(stops) else step
+                spent.setdefault(last_use, []).append(source)
+        foreign = stops[1:]
+        home = [(source, foreign[-1][1] + 1)] if foreign else []
+        for (here, _), (there, due) in zip(foreign, [*foreign[1:], *home], strict=True):
+            if here == rank:
+                grad_send.setdefault(due, []).append(Hop(source, there))
+            if there == rank:
+                grad_receive.setdefault(due, []).append(Hop(source, here))
+    return tuple(
+        Step(
+            source_at.get(step),
+            tuple(send.get(step, ())),
+            receive.get(step),
+            tuple(spent.get(step, ())),
+            tuple(grad_send.get(step, ())),
+            tuple(grad_receive.get(step, ())),
+        )
+        for step in range(len(visits) + 1)
+    )
