@@ -1,0 +1,69 @@
+"""Combine attention over disjoint sets of keys: (out, lse) pairs form a commutative monoid.
+
+out = softmax(scores) v and lse = log(sum(exp(scores))) of two key sets give those of their union (online
+softmax). The identity is (anything, -inf): a row that saw no key.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+
+def merge(
+    out_a: Float[Tensor, "batch seq heads head_dim"],
+    lse_a: Float[Tensor, "batch heads seq"],
+    out_b: Float[Tensor, "batch seq heads head_dim"],
+    lse_b: Float[Tensor, "batch heads seq"],
+) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch heads seq"]]:
+    """Attention over the union of two disjoint key sets.
+
+    Computed in float32 (float64 for float64); `out` comes back in the wider of the two dtypes, `lse`
+    (natural log) in float32 or float64. Differentiable, also where one or both sides saw no key (lse
+    -inf; whatever stands in that side's `out`, NaN included, is ignored). lse of +inf is nobody's
+    answer and gives NaN.
+    """
+    dtype = torch.promote_types(out_a.dtype, out_b.dtype)
+    wide = accumulator_dtype(dtype)
+    lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
+    peak = torch.maximum(lse_a, lse_b).detach()
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    weight_a, weight_b = torch.exp(lse_a - peak), torch.exp(lse_b - peak)
+    total = weight_a + weight_b
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    lse = torch.where(empty, -torch.inf, peak + torch.log(total))
+    out = sum(_weighted(o.to(wide), w / total, x) for o, w, x in ((out_a, weight_a, lse_a), (out_b, weight_b, lse_b)))
+    return out.to(dtype), lse  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def accumulate(
+    out: Float[Tensor, "batch seq heads head_dim"],
+    lse: Float[Tensor, "batch heads seq"],
+    block_out: Float[Tensor, "batch seq heads head_dim"],
+    block_lse: Float[Tensor, "batch heads seq"],
+) -> None:
+    """Merge a block's result into wide accumulators, in place and without autograd.
+
+    Every row of the block has seen a key, so block_lse is finite and nothing needs a guard, also where
+    the accumulator is still (0, -inf).
+    """
+    weight = torch.sigmoid(block_lse - lse)
+    torch.logaddexp(lse, block_lse, out=lse)
+    out.lerp_(block_out.to(out.dtype), per_row(weight))
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What partial results are summed in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def per_row(x: Float[Tensor, "batch heads seq"]) -> Float[Tensor, "batch seq heads 1"]:
+    """A number a row, as lse has it, to multiply `out` with."""
+    return rearrange(x, "b h s -> b s h 1")
+
+
+def _weighted(out: Tensor, weight: Tensor, lse: Tensor) -> Tensor:
+    return torch.where(per_row(lse) == -torch.inf, 0.0, out) * per_row(weight)
