@@ -1,0 +1,19 @@
+import pytest
+import torch
+
+from tests import oracle, pool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """ranks(world) is a pool of that many rank processes, started once and kept."""
+    pools = pool.Pools()
+    yield pools.of
+    pools.close()
+
+
+def pytest_terminal_summary(terminalreporter):
+    for (dtype, what), (error, where) in sorted(oracle.worst.items()):
+        terminalreporter.write_line(f"worst error, {dtype} {what}: {error:.1e} of the largest value ({where})")

@@ -1,0 +1,134 @@
+"""Rank processes that stay alive between tests. A hang is a failure that prints every rank's stack."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import usp
+import usp.nn  # with all that it needs: ranks are forked from a process that has it
+
+DEADLINE_S = 60.0
+
+
+class Pool:
+    """`world` processes of one gloo job."""
+
+    def __init__(self, world: int, timeout_s: float = DEADLINE_S):
+        self.folder = tempfile.TemporaryDirectory()
+        folder = Path(self.folder.name)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.hybrid"])
+        self.stacks = [folder / f"stack{rank}" for rank in range(world)]
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            args = (rank, world, str(folder / "store"), theirs, str(self.stacks[rank]), timeout_s)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.alive = True
+
+    def __call__(self, function, *args, deadline_s: float = DEADLINE_S) -> list:
+        """function(*args) on every rank; the results by rank.
+
+        An exception on a rank is raised here with its traceback. A rank that dies or does not answer ends the pool.
+        """
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        answers: list = [None] * len(self.pipes)
+        waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
+        end = time.monotonic() + deadline_s
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                stacks = self._stacks()
+                self.close()
+                raise AssertionError(f"ranks {sorted(waiting.values())} hang after {deadline_s} s\n{stacks}")
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[index]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self.processes[rank].join()
+                    code = self.processes[rank].exitcode
+                    self.close()
+                    raise AssertionError(f"rank {rank} died with exit code {code}") from None
+        if failures := [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]:
+            raise AssertionError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        self.alive = False
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+    def _stacks(self) -> str:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(f"--- rank {n}\n{path.read_text()}" for n, path in enumerate(self.stacks) if path.exists())
+
+
+class Pools:
+    def __init__(self):
+        self.by_world: dict[int, Pool] = {}
+
+    def of(self, world: int) -> Pool:
+        if world not in self.by_world or not self.by_world[world].alive:
+            self.by_world[world] = Pool(world)
+        return self.by_world[world]
+
+    def close(self) -> None:
+        for pool in self.by_world.values():
+            pool.close()
+
+
+@lru_cache
+def mesh(ring: int, ulysses: int, data: int = 1, order: tuple[str, ...] = ("data", "ring", "ulysses")):
+    """On a rank: the mesh of the whole pool, made once."""
+    return usp.init_mesh(ring=ring, ulysses=ulysses, data=data, order=order, device_type="cpu")
+
+
+def start_gloo(rank: int, world: int, store: str, timeout_s: float) -> None:
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # host names need not resolve
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _serve(rank: int, world: int, store: str, pipe, stack_file: str, timeout_s: float) -> None:
+    stack = Path(stack_file).open("w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    torch.set_num_threads(1)
+    start_gloo(rank, world, store, timeout_s)
+    while True:
+        function, args = pipe.recv()
+        try:
+            answer = True, function(*args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)

@@ -1,0 +1,253 @@
+"""Everything that leaves a rank: hops, all-to-all, gathers, agreement. All of it is counted here.
+
+Groups are known by name (a string survives a custom-op boundary); the name "" is a group of one, where
+nothing is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from usp.blocks import Hop
+from usp.mesh import Axis
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+# ---------------------------------------------------------------------------------------------------
+# Counting.
+
+
+@dataclass
+class Traffic:
+    """What this rank sent and computed while being measured.
+
+    Kinds: "ring" (keys and values on hops), "ring_grad" (their gradients), "all_gather" and "reduce_scatter"
+    (the same, when gathered), "all_to_all" (q, k, v, out and their gradients), "lse", "unshard", "control"
+    (agreement; 16 bytes a group). A message is one send to one peer, or one collective.
+    """
+
+    bytes: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[str] = field(default_factory=Counter)  # block kernel calls by backend
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all kinds but "control"."""
+        return sum(count for kind, count in self.bytes.items() if kind != "control")
+
+
+_measuring: list[Traffic] = []  # backward runs on other threads, where context variables do not reach
+
+
+@contextmanager
+def measure_traffic() -> Iterator[Traffic]:
+    """Count what this rank sends, forward and backward, inside the `with`."""
+    traffic = Traffic()
+    _measuring.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _measuring[:] = [x for x in _measuring if x is not traffic]
+
+
+def _sent(kind: str, size_bytes: int) -> None:
+    for traffic in _measuring:
+        traffic.bytes[kind] += size_bytes
+        traffic.messages[kind] += 1
+
+
+def ran(backend: str) -> None:
+    """Count one kernel call."""
+    for traffic in _measuring:
+        traffic.kernels[backend] += 1
+
+
+# ---------------------------------------------------------------------------------------------------
+# Hops.
+
+
+class Exchange:
+    """Equally large messages between the ranks of a group, one step after another.
+
+    `start` posts a step's hops and returns the buffers being filled, `wait` ends the step. Buffers come from
+    `empty` and go back by `recycle`; they belong to the exchange, so several may be under way.
+    """
+
+    def __init__(self, group: str, kind: str, numel: int, dtype: torch.dtype, device: torch.device):
+        self.group, self.kind, self.numel, self.dtype, self.device = group, kind, numel, dtype, device
+        self._free: list[Tensor] = []
+        self._pending: list[dist.Work] = []
+
+    def empty(self) -> Tensor:
+        return self._free.pop() if self._free else torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    def recycle(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
+
+    def start(self, send: Sequence[tuple[Hop, Tensor]], receive: Sequence[Hop]) -> list[Tensor]:
+        buffers = [self.empty() for _ in receive]
+        if send or receive:
+            group = _group(self.group)
+            operations = [
+                dist.P2POp(dist.isend, tensor, group=group, group_peer=hop.peer, tag=hop.source) for hop, tensor in send
+            ]
+            operations += [
+                dist.P2POp(dist.irecv, buffer, group=group, group_peer=hop.peer, tag=hop.source)
+                for hop, buffer in zip(receive, buffers, strict=True)
+            ]
+            for _, tensor in send:
+                _sent(self.kind, tensor.nbytes)
+            with _named_failure("a hop"):
+                self._pending = dist.batch_isend_irecv(operations)
+        return buffers
+
+    def wait(self) -> None:
+        with _named_failure("a hop"):
+            for work in self._pending:
+                work.wait()
+        self._pending = []
+
+
+# ---------------------------------------------------------------------------------------------------
+# Collectives.
+
+
+def all_to_all(x: Tensor, group: str, kind: str) -> Tensor:
+    """x[n] goes to rank n; result[n] came from rank n. Its own inverse, and its own transpose.
+
+    x is (ranks, ...), with equal parts.
+    """
+    return torch.ops.usp.all_to_all(x, group, kind)
+
+
+# Defined and implemented in two steps: torch.library.custom_op would import the whole compiler at the first call.
+torch.library.define("usp::all_to_all", "(Tensor x, str group, str kind) -> Tensor")
+
+
+@torch.library.impl("usp::all_to_all", "CompositeExplicitAutograd")
+def _all_to_all(x: Tensor, group: str, kind: str) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _sent(kind, x.nbytes - x[0].nbytes)
+    with _named_failure("an all-to-all"):
+        dist.all_to_all_single(out, x, group=_group(group))
+    return out
+
+
+@torch.library.register_fake("usp::all_to_all")
+def _(x: Tensor, group: str, kind: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _all_to_all_context(ctx, inputs, output) -> None:
+    _, ctx.group, ctx.kind = inputs
+
+
+def _all_to_all_gradient(ctx, grad: Tensor):
+    return all_to_all(grad, ctx.group, ctx.kind), None, None
+
+
+torch.library.register_autograd("usp::all_to_all", _all_to_all_gradient, setup_context=_all_to_all_context)
+
+
+def all_gather(x: Tensor, group: str, kind: str) -> Tensor:
+    """(...) of every rank, as (ranks, ...); without autograd."""
+    process_group = _group(group)
+    out = x.new_empty((process_group.size(), *x.shape))
+    _sent(kind, x.nbytes * (process_group.size() - 1))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # new in 2.13
+    with _named_failure("an all-gather"):
+        gather(out.flatten(0, 1), x.contiguous(), group=process_group)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: str, kind: str) -> Tensor:
+    """(ranks, ...) of every rank to the sum over ranks of this rank's part (...), in rank order."""
+    return all_to_all(x, group, kind).sum(0)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Agreement.
+
+_ERROR = 1 << 62
+
+
+def agree(axes: Sequence[Axis], facts: Mapping[str, object], error: str | None) -> None:
+    """All ranks of the axes make the same call, or all of them raise.
+
+    One all_reduce a group before any payload (16 bytes, kind "control"); only if something differs do the ranks
+    tell each other what. The groups stay usable.
+
+    Args:
+        axes: the mesh's axes; together their groups connect all ranks.
+        facts: what must be equal on all ranks, by name.
+        error: what this rank found wrong with its own call.
+
+    Raises:
+        ValueError: with this rank's own error, or what the others reported, or what differs and where.
+    """
+    groups = [axis.group for axis in axes if axis.size > 1]
+    if not groups:
+        if error:
+            raise ValueError(error)
+        return
+    digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=7).digest()
+    mine = int.from_bytes(digest, "big")
+    pair = torch.tensor([mine, -mine] if error is None else [_ERROR, _ERROR], device=_control_device(groups[0]))
+    with _named_failure("the agreement at the start of a call"):
+        for group in groups:
+            _sent("control", pair.nbytes)
+            dist.all_reduce(pair, dist.ReduceOp.MAX, group=_group(group))
+    highest, negated = pair.tolist()
+    if highest == -negated:
+        return
+    reports: list[tuple[str, dict[str, str], str | None]] = [
+        (str(dist.get_rank()), {name: str(value) for name, value in facts.items()}, error)
+    ]
+    for group in groups:
+        process_group = _group(group)
+        gathered: list[list] = [[] for _ in range(process_group.size())]
+        dist.all_gather_object(gathered, reports, group=process_group)
+        reports = [report for part in gathered for report in part]
+    raise ValueError(error or _difference(reports))
+
+
+def _difference(reports: list[tuple[str, dict[str, str], str | None]]) -> str:
+    if failed := [f"rank {rank}: {error}" for rank, _, error in reports if error]:
+        return f"another rank refused this call, so it was not begun: {failed[0]}"
+    lines = []
+    for name in reports[0][1]:
+        holders: dict[str, list[str]] = {}
+        for rank, facts, _ in reports:
+            holders.setdefault(facts.get(name, "absent"), []).append(rank)
+        if len(holders) > 1:
+            lines.append(f"{name}: " + ", ".join(f"{value} on rank {', '.join(r)}" for value, r in holders.items()))
+    return "ranks made different calls, so none was begun. " + "; ".join(lines)
+
+
+def _control_device(group: str) -> torch.device:
+    backend = dist.get_backend(_group(group))
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+
+
+@contextmanager
+def _named_failure(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} failed ({error}). If another rank stayed away, stopped or never made this call, this process "
+            "group cannot be used again: rebuild it (destroy_process_group, init_process_group, init_mesh)."
+        ) from error

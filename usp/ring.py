@@ -1,0 +1,314 @@
+"""Ring attention: queries stay, keys and values visit the ranks that need them.
+
+Note [Gradients]
+~~~~~~~~~~~~~~~~
+Forward keeps q, k, v and the merged (out, lse). Backward sends the same keys around the same way again and
+gives every block the *global* out and lse, so that each block's share of a gradient is exact:
+
+    p = exp(scores - lse)    ds = p (dout v^T - rowsum(dout out) + dlse)    dq = ds k, dk = ds^T q, dv = p^T dout
+
+dq accumulates at home. dk and dv travel in float32: born at a source's first foreign visitor, they follow
+the keys, and the last visitor sends them straight home, where the home's own share is added and the one
+cast happens. lse is an output like out: what is computed from (out, lse) afterwards is plain autograd.
+
+No gradient of a parameter is reduced here: each rank gets its share, and the loss is the sum over ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from usp import comm, kernels
+from usp.blocks import Block, Step, batch_rows, blocks, needed, ring_order, schedule, steps
+from usp.masks import Mask
+from usp.merging import accumulate, accumulator_dtype
+from usp.mesh import Axis, axes
+from usp.partitions import Partition
+
+EXCHANGES = ("ring", "all_gather")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Everything that a ring pass needs and is not a tensor. Interned: equal calls share one plan."""
+
+    mask: Mask
+    queries: Partition
+    keys: Partition
+    ring: Axis
+    scale: float
+    backend: str
+    exchange: str
+
+    @cached_property
+    def handle(self) -> int:
+        """Stands for this object across the custom-op boundary."""
+        return next(_handles)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        need = needed(self.mask, self.queries, self.keys)
+        return steps(schedule(need, ring_order(self.ring.size)), self.ring.rank)
+
+    @cached_property
+    def work(self) -> dict[int, tuple[tuple[slice, Block], ...]]:
+        """By source: the batch rows and the blocks to compute with its keys."""
+        rows = batch_rows(self.mask, self.queries, self.keys)
+        return {
+            source: tuple(
+                (slice(None) if rows == 1 else slice(row, row + 1), block)
+                for row in range(rows)
+                for block in blocks(self.mask, self.queries, self.ring.rank, self.keys, source, row)
+            )
+            for source in (step.source for step in self.steps)
+            if source is not None
+        }
+
+
+_handles = itertools.count()
+_by_handle: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+
+
+@lru_cache(maxsize=1024)
+def interned(plan: Pass) -> Pass:
+    """The one plan equal to this one. Recent ones are kept; older ones live while a backward needs them."""
+    _by_handle[plan.handle] = plan
+    return plan
+
+
+def _handle(
+    mask: Mask,
+    queries: Partition,
+    keys: Partition,
+    size: int,
+    rank: int,
+    group: str,
+    scale: float,
+    backend: str,
+    exchange: str,
+) -> int:
+    return interned(Pass(mask, queries, keys, Axis(size, rank, group), scale, backend, exchange)).handle
+
+
+# A traced call carries the number and does not trace the planning. This is what torch.compiler.assume_constant_result
+# sets; calling that would import the whole compiler, which takes seconds, for everybody.
+_handle._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def ring_attention(
+    q: Float[Tensor, "batch seq_ring heads head_dim"],
+    k: Float[Tensor, "batch key_seq_ring kv_heads head_dim"],
+    v: Float[Tensor, "batch key_seq_ring kv_heads head_dim_v"],
+    mesh: DeviceMesh | None,
+    tokens: Partition,
+    *,
+    mask: Mask,
+    key_tokens: Partition | None = None,
+    scale: float | None = None,
+    exchange: str = "ring",
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "batch seq_ring heads head_dim_v"], Float[Tensor, "batch heads seq_ring"]]:
+    """Attention of a ring rank's queries to all keys, over the "ring" axis of the mesh alone.
+
+    A piece of `hybrid_attention`, which see; its inputs are what `sequence_to_heads` returns. Ranks are not
+    checked against each other here.
+
+    Returns:
+        out in q's dtype and lse, the natural log in float32 (float64 for float64); both differentiable.
+    """
+    backend = kernels.select(backend, q.device, q.dtype, max(q.shape[3], v.shape[3]))
+    factor: float = q.shape[3] ** -0.5 if scale is None else scale
+    handle = _handle(mask, tokens, key_tokens or tokens, *axes(mesh)[0], factor, backend, exchange)
+    return torch.ops.usp.ring_forward(q, k, v, handle)
+
+
+torch.library.define("usp::ring_forward", "(Tensor q, Tensor k, Tensor v, int handle) -> (Tensor, Tensor)")
+torch.library.define(
+    "usp::ring_backward",
+    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int handle)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("usp::ring_forward", "CompositeExplicitAutograd")
+def _ring_forward(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    plan = _by_handle[handle]
+    wide = accumulator_dtype(q.dtype)
+    batch, seq, heads, _ = q.shape
+    out = q.new_zeros((batch, seq, heads, v.shape[3]), dtype=wide)
+    lse = q.new_full((batch, heads, seq), -torch.inf, dtype=wide)
+    for step, k_block, v_block in _arrivals(plan, k, v):
+        for rows, block in () if step.source is None else plan.work[step.source]:
+            part = kernels.forward(plan.backend, q[rows], k_block[rows], v_block[rows], block, plan.scale)
+            seen = slice(block.q.start, block.q.stop)
+            accumulate(out[rows, seen], lse[rows, :, seen], *part)
+    return out.to(q.dtype), lse
+
+
+@torch.library.impl("usp::ring_backward", "CompositeExplicitAutograd")
+def _ring_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    handle: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan = _by_handle[handle]
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
+    gradients = (_GatheredGradients if plan.exchange == "all_gather" else _RingGradients)(plan, k, v)
+    for step, k_block, v_block in _arrivals(plan, k, v):
+        gradients.start(step)
+        if step.source is not None:
+            dk, dv = gradients.share(step.source)
+            for rows, block in plan.work[step.source]:
+                seen, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
+                dq_part, dk_part, dv_part = kernels.backward(
+                    *(plan.backend, dout[rows], q[rows], k_block[rows], v_block[rows], out[rows], lse[rows]),
+                    *(None if dlse is None else dlse[rows], block, plan.scale),
+                )
+                dq[rows, seen] += dq_part
+                dk[rows, keys] += dk_part
+                dv[rows, keys] += dv_part
+        gradients.wait(step)
+    dk, dv = gradients.home()
+    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+
+
+@torch.library.register_fake("usp::ring_forward")
+def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    batch, seq, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, seq), dtype=accumulator_dtype(q.dtype))
+    return q.new_empty((batch, seq, heads, v.shape[3])), lse
+
+
+@torch.library.register_fake("usp::ring_backward")
+def _(dout, dlse, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, ctx.handle = inputs
+    ctx.plan = _by_handle[ctx.handle]  # keeps it alive
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _gradient(ctx, dout: Tensor | None, dlse: Tensor | None):
+    q, k, v, out, lse = ctx.saved_tensors
+    grads = torch.ops.usp.ring_backward(dout, dlse, q, k, v, out, lse, ctx.handle)
+    assert all(grad.shape == x.shape for grad, x in zip(grads, (q, k, v), strict=True))
+    return *grads, None
+
+
+def _no_second_gradient(ctx, *grads):
+    raise RuntimeError("usp attention is differentiable once: its backward pass has no gradient of its own")
+
+
+torch.library.register_autograd("usp::ring_forward", _gradient, setup_context=_save)
+torch.library.register_autograd("usp::ring_backward", _no_second_gradient)
+
+
+# ---------------------------------------------------------------------------------------------------
+# How keys come by, and how their gradients get home.
+
+
+def _arrivals(plan: Pass, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
+    """Step by step, the keys and values to compute with; the next ones travel meanwhile."""
+    if plan.exchange == "all_gather":
+        everyone = comm.all_gather(_pack(k, v), plan.ring.group, "all_gather")
+        for step in plan.steps:
+            yield step, *(_unpack(everyone[step.source], k, v) if step.source is not None else (k, v))
+        return
+    home = plan.ring.rank
+    exchange = comm.Exchange(plan.ring.group, "ring", k.numel() + v.numel(), k.dtype, k.device)
+    held: dict[int, Tensor] = {}
+    if any(hop.source == home for step in plan.steps for hop in step.send):
+        held[home] = _pack(k, v)
+    for step in plan.steps:
+        receive = [step.receive] if step.receive else []
+        arriving = exchange.start([(hop, held[hop.source]) for hop in step.send], receive)
+        yield step, *((k, v) if step.source in (home, None) else _unpack(held[step.source], k, v))
+        exchange.wait()
+        for source in step.spent:
+            if source in held:
+                exchange.recycle(held.pop(source))
+        held.update((hop.source, buffer) for hop, buffer in zip(receive, arriving, strict=True))
+
+
+class _RingGradients:
+    """dk and dv that follow the keys and go home from their last visitor."""
+
+    def __init__(self, plan: Pass, k: Tensor, v: Tensor):
+        self.home_rank, self.k, self.v = plan.ring.rank, k, v
+        wide = accumulator_dtype(k.dtype)
+        self.exchange = comm.Exchange(plan.ring.group, "ring_grad", k.numel() + v.numel(), wide, k.device)
+        self.held: dict[int, Tensor] = {}
+        self.arriving: list[Tensor] = []
+
+    def share(self, source: int) -> tuple[Tensor, Tensor]:
+        """Zeros for this rank's share of a source's gradient."""
+        self.held[source] = self.exchange.empty().zero_()
+        return _unpack(self.held[source], self.k, self.v)
+
+    def start(self, step: Step) -> None:
+        send = [(hop, self.held[hop.source]) for hop in step.grad_send]
+        self.arriving = self.exchange.start(send, step.grad_receive)
+
+    def wait(self, step: Step) -> None:
+        self.exchange.wait()
+        for hop in step.grad_send:
+            self.exchange.recycle(self.held.pop(hop.source))
+        for hop, buffer in zip(step.grad_receive, self.arriving, strict=True):
+            self.held[hop.source] += buffer
+            self.exchange.recycle(buffer)
+
+    def home(self) -> tuple[Tensor, Tensor]:
+        return _unpack(self.held[self.home_rank], self.k, self.v)
+
+
+class _GatheredGradients:
+    """dk and dv of all sources, summed over the ranks at the end."""
+
+    def __init__(self, plan: Pass, k: Tensor, v: Tensor):
+        self.group, self.k, self.v = plan.ring.group, k, v
+        size = plan.ring.size, k.numel() + v.numel()
+        self.shares = torch.zeros(size, dtype=accumulator_dtype(k.dtype), device=k.device)
+
+    def share(self, source: int) -> tuple[Tensor, Tensor]:
+        return _unpack(self.shares[source], self.k, self.v)
+
+    def start(self, step: Step) -> None:
+        pass
+
+    def wait(self, step: Step) -> None:
+        pass
+
+    def home(self) -> tuple[Tensor, Tensor]:
+        return _unpack(comm.reduce_scatter(self.shares, self.group, "reduce_scatter"), self.k, self.v)
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as one message."""
+    return torch.cat([rearrange(x, "b s h d -> (b s h d)") for x in (k, v)])
+
+
+def _unpack(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a message, shaped like k and v."""
+    parts = message.split([k.numel(), v.numel()])
+    batch, seq, heads, _ = k.shape
+    k, v = (rearrange(x, "(b s h d) -> b s h d", b=batch, s=seq, h=heads) for x in parts)
+    return k, v

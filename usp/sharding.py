@@ -1,0 +1,146 @@
+"""Put a full sequence on the mesh and take it back.
+
+Note [Gradients of shards]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Everywhere in this library the loss is the sum of what the ranks compute. So the gradient that `shard`
+gives a full tensor is this rank's share (zero outside its own tokens), and `unshard` sends every rank's
+gradient of the full tensor to the tokens' owners and adds it up. A loss that every rank computes
+whole from unsharded tensors counts once a rank: divide it by the number of sequence ranks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from usp import comm
+from usp.masks import Mask
+from usp.mesh import Axis, axes
+from usp.partitions import Layout, Partition
+
+
+def partition(
+    seq: int, mesh: DeviceMesh | None, layout: Layout | str, *, start: int | tuple[int, ...] = 0
+) -> Partition:
+    """The partition of `seq` tokens over a mesh.
+
+    Raises:
+        ValueError: what `Partition` raises, or if the mesh lacks an axis.
+    """
+    ring, ulysses = axes(mesh)
+    return Partition(seq, layout, ring.size, ulysses.size, start)
+
+
+def shard(x: Tensor, mesh: DeviceMesh | None, tokens: Partition, *, dim: int = 1, fill: float = 0) -> Tensor:
+    """This rank's tokens of a full tensor: a copy, `tokens.seq_local` long in `dim`.
+
+    Args:
+        x: the full tensor, the same on every rank, `tokens.seq` long in `dim`.
+        fill: what padding holds (0, or -100 for labels).
+
+    Raises:
+        ValueError: if x has another length than the partition, or the partition another mesh.
+    """
+    ring, ulysses = checked_axes(mesh, tokens)
+    if x.shape[dim] != tokens.seq:
+        raise ValueError(f"dim {dim} of x is {x.shape[dim]} long, but the partition is of seq={tokens.seq} tokens")
+    return _take(_padded(x, dim, tokens, fill), dim, _owned(tokens, ring.rank, ulysses.rank, x.device))
+
+
+def unshard(x: Tensor, mesh: DeviceMesh | None, tokens: Partition, *, dim: int = 1) -> Tensor:
+    """The full tensor, on every rank, without padding: the inverse of `shard`. Differentiable.
+
+    Every rank sends its shard to all others (kind "unshard"), and in backward as much again.
+
+    Raises:
+        ValueError: if x is not `tokens.seq_local` long in `dim`, or the partition is of another mesh.
+    """
+    ring, ulysses = checked_axes(mesh, tokens)
+    if x.shape[dim] != tokens.seq_local:
+        raise ValueError(f"dim {dim} of x is {x.shape[dim]} long, but a shard of {tokens} is {tokens.seq_local}")
+    # Ulysses shares of a ring rank, then ring ranks: whose tokens follow each other in the result.
+    gathered = _gather(_gather(x.movedim(dim, 0), ulysses), ring)
+    positions = torch.cat([_owned(tokens, r, u, x.device) for r in range(tokens.ring) for u in range(tokens.ulysses)])
+    return _take(gathered, 0, torch.argsort(positions)[: tokens.seq]).movedim(0, dim)
+
+
+def positions(
+    mesh: DeviceMesh | None, tokens: Partition, *, mask: Mask | None = None, device: torch.device | str | None = None
+) -> Int[Tensor, "rows seq_local"]:
+    """Global positions of this rank's tokens, for rotary embeddings and labels.
+
+    One row, or one a batch row if `tokens.start` or the mask tell them apart. With a mask that has
+    documents, positions restart at 0 in each; outside documents they are 0. Padding counts on.
+    """
+    ring, ulysses = checked_axes(mesh, tokens)
+    local = _owned(tokens, ring.rank, ulysses.rank, torch.device(device or "cpu"))
+    rows = local + torch.tensor(tokens.starts, device=local.device)[:, None]
+    if mask is None or mask.documents is None:
+        return rows
+    if mask.rows > 1:
+        rows = rows.expand(mask.rows, -1)
+    restarted = torch.zeros_like(rows)
+    for row in range(len(rows)):
+        for first, end in mask.documents[row if mask.rows > 1 else 0]:
+            inside = (rows[row] >= first) & (rows[row] < end)
+            restarted[row] = torch.where(inside, rows[row] - first, restarted[row])
+    return restarted
+
+
+def checked_axes(mesh: DeviceMesh | None, tokens: Partition) -> tuple[Axis, Axis]:
+    """The mesh's axes, if the partition was made for them."""
+    ring, ulysses = axes(mesh)
+    if (ring.size, ulysses.size) != (tokens.ring, tokens.ulysses):
+        raise ValueError(
+            f"the partition is for ring={tokens.ring} x ulysses={tokens.ulysses}, the mesh has ring={ring.size} x "
+            f"ulysses={ulysses.size}: make it with usp.partition(seq, mesh, layout)"
+        )
+    return ring, ulysses
+
+
+@lru_cache(maxsize=64)
+def _owned(tokens: Partition, ring_rank: int, ulysses_rank: int, device: torch.device) -> Tensor:
+    """Indices of a rank's tokens in the padded sequence, (seq_local,)."""
+    first = tokens.span()[0]
+    runs = [
+        torch.arange(start - first, start - first + step * count, step, device=device)
+        for start, step, count in tokens.runs(ring_rank)
+    ]
+    return torch.cat(runs)[ulysses_rank * tokens.seq_local : (ulysses_rank + 1) * tokens.seq_local].clone()
+
+
+def _padded(x: Tensor, dim: int, tokens: Partition, fill: float) -> Tensor:
+    if tokens.padded == tokens.seq:
+        return x
+    after = x.ndim - 1 - dim % x.ndim  # dims behind `dim`, for pad's last-dim-first order
+    return F.pad(x, [0] * (2 * after) + [0, tokens.padded - tokens.seq], value=fill)
+
+
+def _take(x: Tensor, dim: int, indices: Tensor) -> Tensor:
+    return x.index_select(dim, indices)
+
+
+def _gather(x: Tensor, axis: Axis) -> Tensor:
+    return x if axis.size == 1 else _Gather.apply(x, axis.group)  # pyright: ignore[reportReturnType]
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' x, one after another in dim 0; backward adds up what all ranks want of this rank's x."""
+
+    @staticmethod
+    def forward(x: Tensor, group: str) -> Tensor:
+        return comm.all_gather(x.contiguous(), group, "unshard").flatten(0, 1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        x, ctx.group = inputs
+        ctx.seq = x.shape[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return comm.reduce_scatter(grad.unflatten(0, (-1, ctx.seq)), ctx.group, "unshard"), None
