@@ -1,0 +1,170 @@
+"""Promises about the code as a whole: who imports whom, public names, and a wheel that works alone."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import usp
+
+ROOT = Path(__file__).parent.parent
+PURE = {"masks", "partitions", "blocks"}
+LAYERS = [PURE, {"mesh", "merging"}, {"comm"}, {"kernels"}, {"sharding", "ulysses", "ring"}, {"attention"}, {"nn"}]
+HOMES = {"hydra": "experiments", "omegaconf": "experiments", "matplotlib": "analysis", "rich": "experiments"}
+PUBLIC = {
+    "HybridAttention": "(mesh, *, scale, exchange, backend, check_ranks, return_lse)",
+    "Layout": None,
+    "Mask": "(causal, window, documents, key_documents)",
+    "Partition": "(seq, layout, ring, ulysses, start, owners)",
+    "Traffic": None,
+    "backends": "()",
+    "heads_to_sequence": "(x, mesh)",
+    "hybrid_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, scale, exchange, backend, check_ranks, "
+    "return_lse)",
+    "init_mesh": "(*, ring, ulysses, data, order, device_type)",
+    "measure_traffic": "()",
+    "merge": "(out_a, lse_a, out_b, lse_b)",
+    "partition": "(seq, mesh, layout, *, start)",
+    "positions": "(mesh, tokens, *, mask, device)",
+    "ring_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, scale, exchange, backend)",
+    "sequence_to_heads": "(x, mesh)",
+    "shard": "(x, mesh, tokens, *, dim, fill)",
+    "unshard": "(x, mesh, tokens, *, dim)",
+}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def sources() -> list[Path]:
+    return [path for folder in ("usp", "experiments", "analysis", "examples") for path in (ROOT / folder).rglob("*.py")]
+
+
+def part(path: Path) -> str:
+    return path.relative_to(ROOT / "usp").parts[0].removesuffix(".py")
+
+
+def test_imports_go_one_way():
+    """pure <- mesh merging <- comm <- kernels <- sharding ulysses ring <- attention <- nn"""
+    level = {name: n for n, layer in enumerate(LAYERS) for name in layer}
+    files = [path for path in (ROOT / "usp").rglob("*.py") if path != ROOT / "usp/__init__.py"]
+    assert {part(path) for path in files} == set(level)
+    for path in files:
+        for module in imports(path):
+            head, _, rest = module.partition(".")
+            if head == "usp" and (target := rest.split(".")[0]) in level:
+                assert level[target] <= level[part(path)], f"{path} imports {module}"
+            assert part(path) not in PURE or head in ("usp", *sys.stdlib_module_names), f"{path} imports {module}"
+
+
+def test_optional_packages_have_one_importer():
+    for path in sources():
+        for module in imports(path):
+            home = HOMES.get(module.split(".")[0])
+            assert home is None or home in path.relative_to(ROOT).parts, f"{path} imports {module}"
+
+
+def test_only_comm_and_mesh_speak_to_torch_distributed():
+    for path in (ROOT / "usp").rglob("*.py"):
+        calls = {x for x in imports(path) if x.startswith("torch.distributed") and "device_mesh" not in x}
+        assert not calls or part(path) in ("comm", "mesh"), f"{path} imports {calls}"
+
+
+def test_no_file_without_a_subject():
+    assert not {path.stem for path in sources()} & {"utils", "common", "helpers", "misc"}
+
+
+def test_public_names():
+    assert set(usp.__all__) == set(PUBLIC) == set(dir(usp))
+    for name, expected in PUBLIC.items():
+        value = getattr(usp, name)
+        assert inspect.getdoc(value)
+        if expected:
+            text, starred = [], False
+            for parameter in inspect.signature(value).parameters.values():
+                if parameter.kind == parameter.KEYWORD_ONLY and not starred:
+                    text, starred = [*text, "*"], True
+                text.append(parameter.name)
+            assert f"({', '.join(text)})" == expected, name
+    with pytest.raises(AttributeError, match=r"usp.*no attribute 'ring_attn'"):
+        usp.ring_attn  # noqa: B018
+
+
+def python(code: str, path: Path) -> str:
+    """Run code where only `path` is added to what is installed."""
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=path)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_pure_part_does_not_load_torch():
+    code = (
+        "import sys, usp, usp.blocks\n"
+        "tokens, mask = usp.Partition(8, 'zigzag', 2), usp.Mask(causal=True)\n"
+        "assert usp.blocks.blocks(mask, tokens, 0, tokens, 1)\n"
+        "print('torch' in sys.modules)"
+    )
+    assert python(code, ROOT).strip() == "False"
+
+
+def test_importing_is_quick_work():
+    """Nothing of the compiler, which takes seconds to load, by import or by the first call."""
+    code = (
+        "import sys, torch, usp\n"
+        "q = torch.randn(1, 8, 2, 4, requires_grad=True)\n"
+        "usp.hybrid_attention(q, q, q, None, usp.Partition(8, 'zigzag'), mask=usp.Mask(causal=True)).sum().backward()\n"
+        "print([x for x in ('torch._dynamo', 'sympy', 'hydra', 'matplotlib') if x in sys.modules])"
+    )
+    assert python(code, ROOT).strip() == "[]"
+
+
+def test_the_built_wheel_works_alone(tmp_path):
+    """pip install usp gives the module with torch, einops and jaxtyping; nothing else is asked for or imported."""
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = Parser().parsestr(archive.read(next(x for x in names if x.endswith("METADATA"))).decode())
+        archive.extractall(tmp_path / "site")
+    required = [x for x in metadata.get_all("Requires-Dist", []) if "extra ==" not in x]
+    assert sorted(x.split(">")[0].strip() for x in required) == ["einops", "jaxtyping", "torch"]
+    assert {x.split("/")[0] for x in names if "dist-info" not in x} == {"usp"}
+    assert "usp/py.typed" in names
+    code = (
+        "import sys, torch, usp\n"
+        "q, k, v = torch.randn(3, 1, 16, 4, 8).unbind()\n"
+        "out = usp.hybrid_attention(q, k, v, None, usp.partition(16, None, 'zigzag'), mask=usp.Mask(causal=True))\n"
+        "expected = torch.nn.functional.scaled_dot_product_attention(\n"
+        "    *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)\n"
+        "assert torch.allclose(out, expected, atol=1e-6)\n"
+        "print(usp.__file__)"
+    )
+    assert python(code, tmp_path / "site").strip() == str(tmp_path / "site" / "usp" / "__init__.py")
+
+
+def test_the_readme_shows_the_example_and_the_example_runs():
+    """What a newcomer copies works as printed."""
+    code = (ROOT / "examples/minimal.py").read_text()
+    assert code.split('"""')[2].strip() in (ROOT / "README.md").read_text()
+    assert len(code.splitlines()) < 30
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "examples/minimal.py"]
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("out (1, 250, 8, 64), whole (1, 1000, 8, 64)") == 4
