@@ -3,14 +3,15 @@
     python -m experiments.attention mesh.ring=4 mesh.ulysses=2 workload=h8_d128 seq=4096 layout=zigzag
     python -m experiments.attention -m experiment=sweep
 
-Each point starts its own ranks on this machine and writes results/<name>/<point>/record.json. Under torchrun or
-Slurm, the ranks that are already running are used.
+Each point starts its own ranks on this machine and writes results/<name>/<point>/record.json. Under torchrun, the
+ranks that are already running are used.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -116,10 +117,11 @@ def name(config: dict) -> str:
 def summary(config: dict, measured: list[dict]) -> dict:
     """The figures of the table, from the ranks' samples."""
     cpu_s = [median(rank["cpu_s"]) for rank in measured]
-    errors = {name: error for rank in measured for name, error in rank["error"].items()}
-    for rank in measured:
-        for result, error in rank["error"].items():
-            errors[result] = max(errors[result], error)
+    errors: dict[str, float] = {}
+    for result, error in (item for rank in measured for item in rank["error"].items()):
+        if not math.isfinite(error):
+            raise ValueError(f"{result} is wrong: its error against float64 is {error}")
+        errors[result] = max(error, errors.get(result, 0.0))
     found = {
         "slowest_cpu_s": max(cpu_s),
         "speed_per_s": 1 / max(cpu_s),
@@ -143,7 +145,12 @@ def provenance() -> dict:
     """Which code ran where."""
 
     def git(*args: str) -> str:
-        result = subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+        try:
+            result = subprocess.run(
+                ["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+            )
+        except OSError:  # no git here
+            return ""
         return result.stdout.strip()
 
     model = platform.processor() or platform.machine()

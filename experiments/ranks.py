@@ -108,7 +108,7 @@ def measure(config: dict) -> dict:
 
 
 def everyone(mine: dict) -> list[dict]:
-    """What all ranks measured, for jobs whose ranks were started by somebody else (torchrun, Slurm)."""
+    """What all ranks measured, for jobs whose ranks were started by somebody else (torchrun)."""
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     return ranks

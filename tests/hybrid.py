@@ -11,7 +11,7 @@ from torch import Tensor
 
 import usp
 from tests import oracle, pool
-from usp import Layout, Mask, Partition
+from usp import Mask, Partition
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,19 @@ class Case:
     head_dim_v: int = 8
     batch: int = 1
     dtype: torch.dtype = torch.float64
-    start: int = 0
+    start: int | tuple[int, ...] = 0
     key_seq: int | None = None
     lse: bool = True
+    owners: tuple[int, ...] | None = None
     options: tuple[tuple[str, object], ...] = ()
 
     def tokens(self) -> Partition:
-        return Partition(self.seq, Layout(self.layout), self.ring, self.ulysses, self.start)
+        return Partition(self.seq, self.layout, self.ring, self.ulysses, self.start, self.owners)
 
     def key_tokens(self) -> Partition:
         seq = self.key_seq or self.seq
-        return Partition(seq, Layout(self.layout), self.ring, self.ulysses, 0 if self.key_seq else self.start)
+        start = 0 if self.key_seq else self.start
+        return Partition(seq, self.layout, self.ring, self.ulysses, start, self.owners)
 
     def inputs(self) -> tuple[Tensor, ...]:
         """q, k, v, dout, dlse: whole tensors."""
@@ -60,7 +62,7 @@ class Case:
 
     def expected(self) -> oracle.Answer:
         """The reference, which no mesh or layout changes; made once."""
-        return _expected(dataclasses.replace(self, ring=1, ulysses=1, layout="contiguous"))
+        return _expected(dataclasses.replace(self, ring=1, ulysses=1, layout="contiguous", owners=None))
 
     def mesh(self):
         return pool.mesh(self.ring, self.ulysses) if self.ring * self.ulysses > 1 else None

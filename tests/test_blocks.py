@@ -265,6 +265,13 @@ def test_bad_input_is_refused(call, message):
         call()
 
 
+def test_lengths_of_any_integer_kind():
+    expected = Mask(causal=True, documents=(((0, 3), (3, 7)),))
+    for lengths in ([3, 0, 4], (3, 4), torch.tensor([3, 4]), torch.tensor([3, 4]).numpy(), [[3, 4]]):
+        assert Mask.packed(lengths, causal=True) == expected
+    assert Mask.packed([[3], [1, 2]], causal=True).rows == 2
+
+
 @pytest.mark.parametrize(
     ("layout", "ring", "ulysses", "multiple"),
     [

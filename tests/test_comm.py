@@ -20,7 +20,7 @@ from usp.mesh import axes
 MESHES = [(4, 1), (1, 4), (2, 2), (2, 3), (3, 2), (4, 2), (8, 1)]
 
 
-def formula(case: Case, rank: int, lse_returned: bool) -> dict[str, int]:
+def formula(case: Case, rank: int) -> dict[str, int]:
     """Bytes that ring rank `rank` sends in forward and backward, from the table in docs/design.md."""
     tokens = case.tokens()
     ring, ulysses, size = case.ring, case.ulysses, case.dtype.itemsize
@@ -42,7 +42,7 @@ def formula(case: Case, rank: int, lse_returned: bool) -> dict[str, int]:
         "ring": 2 * sends["ring"] * elements * size,
         "ring_grad": sends["ring_grad"] * elements * wide,
         "all_to_all": 2 * all_to_all,
-        "lse": 2 * row * wide * away * case.heads // ulysses if lse_returned else 0,
+        "lse": 2 * row * wide * away * case.heads // ulysses,
         "control": 16 * sum(degree > 1 for degree in (ring, ulysses)),
     }
     return {kind: count for kind, count in expected.items() if count}
@@ -53,7 +53,23 @@ def test_bytes_sent_are_the_formula(ranks, ring, ulysses):
     """A KV block that visits a rank without work, or comes expanded to the query heads, is traffic for nothing."""
     for case in cases_of(ring, ulysses):
         for coordinate, counted in ranks(ring * ulysses)(_count, case):
-            assert counted == formula(case, coordinate, lse_returned=True), case
+            assert counted == formula(case, coordinate), case
+
+
+def test_lse_travels_only_if_it_is_returned(ranks):
+    for lse_bytes in ranks(2)(_lse_bytes):
+        assert lse_bytes == [0, 4 * 2 * 8 // 2 // 2]
+
+
+def _lse_bytes() -> list[int]:
+    mesh = pool.mesh(1, 2)
+    x, counts = torch.zeros(1, 4, 2, 8), []
+    for returned in (False, True):
+        with usp.measure_traffic() as traffic:
+            tokens = usp.partition(8, mesh, "zigzag")
+            usp.hybrid_attention(x, x, x, mesh, tokens, mask=Mask(causal=True), return_lse=returned)
+        counts.append(traffic.bytes["lse"])
+    return counts
 
 
 def cases_of(ring: int, ulysses: int) -> list[Case]:
@@ -77,20 +93,6 @@ def _count(case: Case) -> tuple[int, dict[str, int]]:
     with usp.measure_traffic() as traffic:
         hybrid.run(case)
     return axes(case.mesh())[0].rank, dict(traffic.bytes)
-
-
-def test_contiguous_windows_and_documents_send_little():
-    """In units of the dense ring: causal half, a window its neighbours, whole documents nothing."""
-    tokens = usp.Partition(64, "contiguous", 8)
-
-    def transfers(mask: Mask) -> int:
-        return sum(map(sum, needed(mask, tokens, tokens))) - 8
-
-    assert transfers(Mask(causal=False)) == 56
-    assert transfers(Mask(causal=True)) == 28
-    assert transfers(Mask(causal=True, window=9)) == 7
-    assert transfers(Mask(causal=False, window=9)) == 14
-    assert transfers(Mask.packed([8] * 8, causal=True)) == 0
 
 
 @pytest.mark.parametrize("ring", [2, 4])
@@ -215,6 +217,8 @@ ERRORS = {
     "backend": ({"backend": "flush"}, "backend='flush' is not one of ['auto', 'sdpa', 'tiled']"),
     "exchange": ({"exchange": "rung"}, "exchange='rung' is not one of"),
     "scale": ({"scale": float("nan")}, "scale=nan"),
+    "negative scale": ({"scale": -0.5}, "scale=-0.5 is not a positive"),
+    "no mask": ({"mask": None}, "AttributeError"),
     "length": ({"q": torch.zeros(1, 9, 4, 8, dtype=torch.float64)}, "q hold 9 tokens"),
     "partition": ({"tokens": usp.Partition(48, "zigzag", 4, 1)}, "ring=4 x ulysses=1, the mesh has ring=2 x ulysses=2"),
     "key partition": ({"key_tokens": usp.Partition(99, "zigzag", 2, 2)}, "k and v hold 12 tokens"),

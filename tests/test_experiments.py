@@ -162,3 +162,18 @@ def test_the_picture_has_a_panel_for_each_workload(tmp_path):
     many = [record(r, x, s) for r in (1, 2, 4) for x in ("zigzag", "contiguous") for s in (128, 256, 512, 1024)]
     assert speed(many, tmp_path / "many.png").exists()
     assert speed(many[:1], tmp_path / "one.png").exists()
+
+
+def test_a_result_that_is_not_a_number_fails_its_point():
+    """NaN compares with nothing: a maximum would lose it."""
+    config = {"measure": {"baseline": False}}
+    rank = {"cpu_s": [1.0], "wall_s": [1.0], "bytes": {}, "peak_growth_bytes": 0}
+    good, bad = {**rank, "error": {"out": 1e-7}}, {**rank, "error": {"out": float("nan")}}
+    assert attention.summary(config, [good])["errors"] == {"out": 1e-7}
+    with pytest.raises(ValueError, match=r"out is wrong.*nan"):
+        attention.summary(config, [bad, good])
+
+
+def test_provenance_without_git(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert attention.provenance()["commit"] is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jaxtyping
 import pytest
 import torch
 
@@ -108,21 +111,36 @@ def test_strided_inputs():
         assert oracle.relative_error(lse, expected[1]) < 1e-12
 
 
-def test_auto_takes_the_first_that_can():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert kernels.select("auto", cpu, torch.float64, 64) == "sdpa"
-    assert kernels.select("auto", cuda, torch.bfloat16, 64) == "sdpa"
-    assert kernels.select("auto", cuda, torch.float32, 64) == "tiled"
-    assert kernels.select("auto", cuda, torch.bfloat16, 512) == "tiled"
+class Like(NamedTuple):
+    """What select looks at, also of devices that are not here."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
-def test_what_a_backend_cannot_do_is_refused_by_name():
+def select(name: str, device: str, dtype: torch.dtype, head_dim: int, lse_gradient: bool = False) -> str:
+    x = Like(torch.device(device), dtype, (1, 8, 2, head_dim))
+    return kernels.select(name, x, x, lse_gradient=lse_gradient)
+
+
+def test_auto_takes_the_first_that_can(monkeypatch):
+    monkeypatch.setitem(jaxtyping.config.__dict__, "jaxtyping_disable", True)
+    assert select("auto", "cpu", torch.float64, 64) == "sdpa"
+    assert select("auto", "cuda", torch.bfloat16, 256) == "sdpa"
+    assert select("auto", "cuda", torch.bfloat16, 256, lse_gradient=True) == "tiled"
+    assert select("auto", "cuda", torch.float32, 64) == "tiled"
+    assert select("auto", "cuda", torch.bfloat16, 512) == "tiled"
+
+
+def test_what_a_backend_cannot_do_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(jaxtyping.config.__dict__, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match=r"backend='sdpa' cannot do dtype=torch.float32.*cuda.*\['tiled'\]"):
-        kernels.select("sdpa", torch.device("cuda"), torch.float32, 64)
+        select("sdpa", "cuda", torch.float32, 64)
     with pytest.raises(ValueError, match=r"backend='flush' is not one of \['auto', 'sdpa', 'tiled'\]"):
-        kernels.select("flush", torch.device("cpu"), torch.float32, 64)
+        select("flush", "cpu", torch.float32, 64)
     with pytest.raises(ValueError, match=r"dtype=torch\.int32"):
-        kernels.select("auto", torch.device("cpu"), torch.int32, 64)
+        select("auto", "cpu", torch.int32, 64)
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)

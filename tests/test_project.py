@@ -18,7 +18,13 @@ import usp
 ROOT = Path(__file__).parent.parent
 PURE = {"masks", "partitions", "blocks"}
 LAYERS = [PURE, {"mesh", "merging"}, {"comm"}, {"kernels"}, {"sharding", "ulysses", "ring"}, {"attention"}, {"nn"}]
-HOMES = {"hydra": "experiments", "omegaconf": "experiments", "matplotlib": "analysis", "rich": "experiments"}
+HOMES = {
+    "flash_attn": "kernels",
+    "hydra": "experiments",
+    "omegaconf": "experiments",
+    "matplotlib": "analysis",
+    "rich": "experiments",
+}
 PUBLIC = {
     "HybridAttention": "(mesh, *, scale, exchange, backend, check_ranks, return_lse)",
     "Layout": None,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from usp import comm, kernels
-from usp.blocks import batch_rows
 from usp.masks import Mask
 from usp.mesh import axes
 from usp.partitions import Partition
-from usp.ring import EXCHANGES, ring_attention
+from usp.ring import attend, check_call
 from usp.sharding import checked_axes
 from usp.ulysses import check_heads, heads_to_sequence, lse_to_sequence, sequence_to_heads
 
@@ -50,7 +47,7 @@ def hybrid_attention(
         tokens: the partition of the queries, and of the keys unless they have their own.
         mask: what each query may see; there is no default.
         key_tokens: the keys' own partition, for cross attention and chunked prefill.
-        scale: factor of the scores; head_dim ** -0.5 by default.
+        scale: positive factor of the scores; head_dim ** -0.5 by default.
         exchange: "ring", keys travel from rank to rank under the computation; or "all_gather", all keys are
             gathered first (for links where many small messages cost more than memory).
         backend: one of `usp.backends()`, or "auto" for the first that can.
@@ -66,17 +63,23 @@ def hybrid_attention(
             ranks' calls differ. The groups stay usable.
         RuntimeError: if a rank stays away until the process group's timeout; the group must then be rebuilt.
     """
-    keys = key_tokens or tokens
-    error = None
+    keys, error, checked = key_tokens or tokens, None, None
     try:
-        _check(q, k, v, mesh, tokens, keys, mask, scale, exchange, backend)
-    except ValueError as mistake:
-        error = str(mistake)
-    if check_ranks or mesh is None:
+        ring, ulysses = checked_axes(mesh, tokens)
+        checked_axes(mesh, keys)
+        check_call(q, k, v, mask, tokens, keys, scale, exchange, seq=tokens.seq_local, key_seq=keys.seq_local)
+        check_heads(q.shape[2], k.shape[2], ulysses.size)
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        checked = ring, kernels.select(backend, q, v, lse_gradient=return_lse and differentiated)
+    except Exception as mistake:
+        if not check_ranks or mesh is None:
+            raise
+        error = str(mistake) if isinstance(mistake, ValueError) else f"{type(mistake).__name__}: {mistake}"
+    if check_ranks:
         facts = {
-            "shapes of q, k, v": [tuple(x.shape) for x in (q, k, v)],
-            "dtypes of q, k, v": [str(x.dtype) for x in (q, k, v)],
-            "requires_grad of q, k, v": [x.requires_grad for x in (q, k, v)],
+            "shapes of q, k, v": [tuple(getattr(x, "shape", ())) for x in (q, k, v)],
+            "dtypes of q, k, v": [str(getattr(x, "dtype", None)) for x in (q, k, v)],
+            "requires_grad of q, k, v": [getattr(x, "requires_grad", None) for x in (q, k, v)],
             "grad mode": torch.is_grad_enabled(),
             "tokens": tokens,
             "key_tokens": keys,
@@ -84,56 +87,10 @@ def hybrid_attention(
             "options": {"scale": scale, "exchange": exchange, "backend": backend, "return_lse": return_lse},
         }
         comm.agree(axes(mesh), facts, error)
-    elif error:
-        raise ValueError(error)
+    assert checked is not None
+    ring, backend = checked
 
     q, k, v = (sequence_to_heads(x, mesh) for x in (q, k, v))
-    out, lse = ring_attention(
-        *(q, k, v, mesh, tokens),
-        mask=mask,
-        key_tokens=keys,
-        scale=scale,
-        exchange=exchange,
-        backend=backend,
-    )
+    out, lse = attend(q, k, v, ring, mask, tokens, keys, scale, exchange, backend)
     out = heads_to_sequence(out, mesh)
     return (out, lse_to_sequence(lse, mesh)) if return_lse else out
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: DeviceMesh | None,
-    tokens: Partition,
-    keys: Partition,
-    mask: Mask,
-    scale: float | None,
-    exchange: str,
-    backend: str,
-) -> None:
-    """Raises ValueError for whatever one rank alone can see to be wrong."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"{shapes}: each must be (batch, seq, heads, head_dim)")
-    if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]):
-        raise ValueError(f"{shapes}: batch, k's and v's seq and heads, and q's and k's head_dim must be equal")
-    if 0 in (*q.shape, *v.shape):
-        raise ValueError(f"{shapes}: every size is at least 1")
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: use one")
-    for name, x, partition in (("q", q, tokens), ("k and v", k, keys)):
-        checked_axes(mesh, partition)
-        if x.shape[1] != partition.seq_local:
-            raise ValueError(
-                f"{name} hold {x.shape[1]} tokens, but each rank's shard of {partition} is {partition.seq_local}"
-            )
-    check_heads(q.shape[2], k.shape[2], tokens.ulysses)
-    rows = batch_rows(mask, tokens, keys)
-    if rows not in (1, q.shape[0]):
-        raise ValueError(f"the mask or a start tells {rows} batch rows apart, but the batch is {q.shape[0]}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale={scale} is not a finite number")
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange={exchange!r} is not one of {EXCHANGES}")
-    kernels.select(backend, q.device, q.dtype, max(q.shape[3], v.shape[3]))

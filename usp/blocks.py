@@ -112,14 +112,14 @@ def batch_rows(mask: Mask, queries: Partition, keys: Partition) -> int:
             f"queries are {queries.layout} and keys are {keys.layout} over {queries.ring} ring ranks: "
             "striped shards meet only striped shards; use one layout for both"
         )
-    rows = max(counts.values())
-    if mask.causal and queries.seq != keys.seq:
-        for start in (keys.span(row)[0] for row in range(rows) if queries.span(row)[0] == keys.span(row)[0]):
-            raise ValueError(
-                f"causal attention of {queries.seq} queries to {keys.seq} keys, both starting at position {start}: "
-                f"give the queries' partition its start (start={start + abs(keys.seq - queries.seq)} if they are "
-                "the last tokens), or cut the keys that no query sees"
-            )
+    rows, start = max(counts.values()), keys.span()[0]
+    alike = all(queries.span(row)[0] == keys.span(row)[0] for row in range(rows))
+    if mask.causal and queries.seq != keys.seq and alike:
+        raise ValueError(
+            f"causal attention of {queries.seq} queries to {keys.seq} keys, both starting at position {start}: "
+            f"give the queries' partition its start (start={start + abs(keys.seq - queries.seq)} if they are "
+            "the last tokens), or cut the keys that no query sees"
+        )
     return rows
 
 

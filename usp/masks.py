@@ -73,11 +73,12 @@ class Mask:
 
         Empty documents are allowed and vanish; what follows the last one is padding.
         """
-        rows = [x for x in lengths if not isinstance(x, int)] or [[x for x in lengths if isinstance(x, int)]]
+        flat = all(not isinstance(x, Iterable) or getattr(x, "ndim", 1) == 0 for x in lengths)
+        rows = [lengths] if flat else lengths
         documents = []
-        for row in rows:
+        for row in ([int(x) for x in row] for row in rows):  # pyright: ignore
             if min(row, default=0) < 0:
-                raise ValueError(f"lengths {list(row)}: a document's length is at least 0")
+                raise ValueError(f"lengths {row}: a document's length is at least 0")
             ends = list(accumulate(row))
             documents.append(tuple((end - length, end) for end, length in zip(ends, row, strict=True) if length))
         return cls(causal=causal, window=window, documents=tuple(documents))

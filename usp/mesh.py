@@ -32,7 +32,7 @@ def init_mesh(
     """A mesh with the axes "data", "ring" and "ulysses" over all ranks of the job.
 
     The last axis of `order` holds consecutive ranks: by default Ulysses groups stay inside a node and
-    rings go across nodes. Starts torch.distributed from the environment (torchrun, Slurm) if it has not
+    rings go across nodes. Starts torch.distributed from the environment (torchrun) if it has not
     been started. Every rank calls this.
 
     Raises:

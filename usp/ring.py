@@ -17,6 +17,7 @@ No gradient of a parameter is reduced here: each rank gets its share, and the lo
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,8 +33,10 @@ from usp import comm, kernels
 from usp.blocks import Block, Step, batch_rows, blocks, needed, ring_order, schedule, steps
 from usp.masks import Mask
 from usp.merging import accumulate, accumulator_dtype
-from usp.mesh import Axis, axes
+from usp.mesh import Axis
 from usp.partitions import Partition
+from usp.sharding import checked_axes
+from usp.ulysses import check_heads
 
 EXCHANGES = ("ring", "all_gather")
 
@@ -97,12 +100,16 @@ def _handle(
     backend: str,
     exchange: str,
 ) -> int:
-    return interned(Pass(mask, queries, keys, Axis(size, rank, group), scale, backend, exchange)).handle
+    plan = interned(Pass(mask, queries, keys, Axis(size, rank, group), scale, backend, exchange))
+    if torch.compiler.is_compiling():
+        _traced.add(plan)  # its number is in the graph for good
+    return plan.handle
 
 
 # A traced call carries the number and does not trace the planning. This is what torch.compiler.assume_constant_result
 # sets; calling that would import the whole compiler, which takes seconds, for everybody.
 _handle._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_traced: set[Pass] = set()
 
 
 def ring_attention(
@@ -125,11 +132,75 @@ def ring_attention(
 
     Returns:
         out in q's dtype and lse, the natural log in float32 (float64 for float64); both differentiable.
+
+    Raises:
+        ValueError: if the shapes do not fit the partitions, or the backend cannot do it.
     """
-    backend = kernels.select(backend, q.device, q.dtype, max(q.shape[3], v.shape[3]))
+    ring, keys = checked_axes(mesh, tokens)[0], key_tokens or tokens
+    checked_axes(mesh, keys)
+    check_call(q, k, v, mask, tokens, keys, scale, exchange, seq=tokens.seq_ring, key_seq=keys.seq_ring)
+    check_heads(q.shape[2], k.shape[2], 1)
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    backend = kernels.select(backend, q, v, lse_gradient=differentiated)
+    return attend(q, k, v, ring, mask, tokens, keys, scale, exchange, backend)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: Axis,
+    mask: Mask,
+    tokens: Partition,
+    keys: Partition,
+    scale: float | None,
+    exchange: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """`ring_attention` of checked arguments."""
     factor: float = q.shape[3] ** -0.5 if scale is None else scale
-    handle = _handle(mask, tokens, key_tokens or tokens, *axes(mesh)[0], factor, backend, exchange)
+    exchange = exchange if ring.size > 1 else "ring"
+    handle = _handle(mask, tokens, keys, ring.size, ring.rank, ring.group, factor, backend, exchange)
     return torch.ops.usp.ring_forward(q, k, v, handle)
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    tokens: Partition,
+    keys: Partition,
+    scale: float | None,
+    exchange: str,
+    *,
+    seq: int,
+    key_seq: int,
+) -> None:
+    """What one rank alone can see to be wrong with the tensors and options of a call.
+
+    Raises:
+        ValueError: naming the values.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"{shapes}: each must be (batch, seq, heads, head_dim)")
+    if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]):
+        raise ValueError(f"{shapes}: batch, k's and v's seq and heads, and q's and k's head_dim must be equal")
+    if 0 in (*q.shape, *v.shape):
+        raise ValueError(f"{shapes}: every size is at least 1")
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: use one")
+    for name, x, partition, expected in (("q", q, tokens, seq), ("k and v", k, keys, key_seq)):
+        if x.shape[1] != expected:
+            raise ValueError(f"{name} hold {x.shape[1]} tokens, but this rank's share of {partition} is {expected}")
+    rows = batch_rows(mask, tokens, keys)
+    if rows not in (1, q.shape[0]):
+        raise ValueError(f"the mask or a start tells {rows} batch rows apart, but the batch is {q.shape[0]}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale} is not a positive finite number")
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange={exchange!r} is not one of {EXCHANGES}")
 
 
 torch.library.define("usp::ring_forward", "(Tensor q, Tensor k, Tensor v, int handle) -> (Tensor, Tensor)")
@@ -147,11 +218,12 @@ def _ring_forward(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor,
     batch, seq, heads, _ = q.shape
     out = q.new_zeros((batch, seq, heads, v.shape[3]), dtype=wide)
     lse = q.new_full((batch, heads, seq), -torch.inf, dtype=wide)
-    for step, k_block, v_block in _arrivals(plan, k, v):
-        for rows, block in () if step.source is None else plan.work[step.source]:
-            part = kernels.forward(plan.backend, q[rows], k_block[rows], v_block[rows], block, plan.scale)
-            seen = slice(block.q.start, block.q.stop)
-            accumulate(out[rows, seen], lse[rows, :, seen], *part)
+    with torch.autocast(q.device.type, enabled=False):
+        for step, k_block, v_block in _arrivals(plan, k, v):
+            for rows, block in () if step.source is None else plan.work[step.source]:
+                part = kernels.forward(plan.backend, q[rows], k_block[rows], v_block[rows], block, plan.scale)
+                seen = slice(block.q.start, block.q.stop)
+                accumulate(out[rows, seen], lse[rows, :, seen], *part)
     return out.to(q.dtype), lse
 
 
@@ -170,22 +242,22 @@ def _ring_backward(
     dout = torch.zeros_like(out) if dout is None else dout
     dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
     gradients = (_GatheredGradients if plan.exchange == "all_gather" else _RingGradients)(plan, k, v)
-    for step, k_block, v_block in _arrivals(plan, k, v):
-        gradients.start(step)
-        if step.source is not None:
-            dk, dv = gradients.share(step.source)
-            for rows, block in plan.work[step.source]:
+    with torch.autocast(q.device.type, enabled=False):
+        for step, k_block, v_block in _arrivals(plan, k, v):
+            gradients.start(step)
+            for rows, block in () if step.source is None else plan.work[step.source]:
                 seen, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
                 dq_part, dk_part, dv_part = kernels.backward(
                     *(plan.backend, dout[rows], q[rows], k_block[rows], v_block[rows], out[rows], lse[rows]),
                     *(None if dlse is None else dlse[rows], block, plan.scale),
                 )
+                dk, dv = gradients.of(step)  # asked for after a kernel, under which it came
                 dq[rows, seen] += dq_part
                 dk[rows, keys] += dk_part
                 dv[rows, keys] += dv_part
-        gradients.wait(step)
-    dk, dv = gradients.home()
-    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+            gradients.wait(step)
+    dk, dv = gradients.home
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 @torch.library.register_fake("usp::ring_forward")
@@ -253,31 +325,40 @@ class _RingGradients:
     """dk and dv that follow the keys and go home from their last visitor."""
 
     def __init__(self, plan: Pass, k: Tensor, v: Tensor):
-        self.home_rank, self.k, self.v = plan.ring.rank, k, v
+        self.rank, self.k, self.v = plan.ring.rank, k, v
         wide = accumulator_dtype(k.dtype)
         self.exchange = comm.Exchange(plan.ring.group, "ring_grad", k.numel() + v.numel(), wide, k.device)
-        self.held: dict[int, Tensor] = {}
-        self.arriving: list[Tensor] = []
-
-    def share(self, source: int) -> tuple[Tensor, Tensor]:
-        """Zeros for this rank's share of a source's gradient."""
-        self.held[source] = self.exchange.empty().zero_()
-        return _unpack(self.held[source], self.k, self.v)
+        self.home = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        self.held: dict[int, Tensor] = {}  # by source: what was added up so far, on its way
+        self.arriving: dict[int, Tensor] = {}
 
     def start(self, step: Step) -> None:
-        send = [(hop, self.held[hop.source]) for hop in step.grad_send]
-        self.arriving = self.exchange.start(send, step.grad_receive)
+        buffers = self.exchange.start([(hop, self.held[hop.source]) for hop in step.grad_send], step.grad_receive)
+        self.arriving = {hop.source: buffer for hop, buffer in zip(step.grad_receive, buffers, strict=True)}
+
+    def of(self, step: Step) -> tuple[Tensor, ...]:
+        """Where to add this rank's share of the step's gradient: to what earlier visitors added up."""
+        source = step.source
+        if source is None or source == self.rank:
+            return self.home
+        if source in self.arriving:
+            self.exchange.wait()
+            self.held[source] = self.arriving.pop(source)
+        elif source not in self.held:
+            self.held[source] = self.exchange.empty().zero_()
+        return _unpack(self.held[source], self.k, self.v)
 
     def wait(self, step: Step) -> None:
+        self.of(step)  # takes what came, also if there was nothing to add
         self.exchange.wait()
         for hop in step.grad_send:
             self.exchange.recycle(self.held.pop(hop.source))
-        for hop, buffer in zip(step.grad_receive, self.arriving, strict=True):
-            self.held[hop.source] += buffer
+        if self.rank in self.arriving:
+            buffer = self.arriving.pop(self.rank)
+            for mine, others in zip(self.home, _unpack(buffer, self.k, self.v), strict=True):
+                mine += others
             self.exchange.recycle(buffer)
-
-    def home(self) -> tuple[Tensor, Tensor]:
-        return _unpack(self.held[self.home_rank], self.k, self.v)
+        assert not self.arriving
 
 
 class _GatheredGradients:
@@ -288,17 +369,19 @@ class _GatheredGradients:
         size = plan.ring.size, k.numel() + v.numel()
         self.shares = torch.zeros(size, dtype=accumulator_dtype(k.dtype), device=k.device)
 
-    def share(self, source: int) -> tuple[Tensor, Tensor]:
-        return _unpack(self.shares[source], self.k, self.v)
-
     def start(self, step: Step) -> None:
-        pass
+        """Nothing moves before all shares are known."""
+
+    def of(self, step: Step) -> tuple[Tensor, ...]:
+        return _unpack(self.shares[step.source], self.k, self.v)
 
     def wait(self, step: Step) -> None:
-        pass
+        """Nothing moved."""
 
-    def home(self) -> tuple[Tensor, Tensor]:
-        return _unpack(comm.reduce_scatter(self.shares, self.group, "reduce_scatter"), self.k, self.v)
+    @property
+    def home(self) -> tuple[Tensor, ...]:
+        total = comm.reduce_scatter(self.shares, self.group, "reduce_scatter")
+        return tuple(x.clone() for x in _unpack(total, self.k, self.v))  # of one buffer, which outputs may not share
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from usp import comm
+from usp.blocks import batch_rows
 from usp.masks import Mask
 from usp.mesh import Axis, axes
 from usp.partitions import Layout, Partition
@@ -33,6 +34,10 @@ def partition(
         ValueError: what `Partition` raises, or if the mesh lacks an axis.
     """
     ring, ulysses = axes(mesh)
+    if layout == Layout.BALANCED:
+        raise ValueError(
+            "layout='balanced' needs the ring rank of each block: Partition(seq, 'balanced', ring, ulysses, owners=...)"
+        )
     return Partition(seq, layout, ring.size, ulysses.size, start)
 
 
@@ -75,15 +80,20 @@ def positions(
     """Global positions of this rank's tokens, for rotary embeddings and labels.
 
     One row, or one a batch row if `tokens.start` or the mask tell them apart. With a mask that has
-    documents, positions restart at 0 in each; outside documents they are 0. Padding counts on.
+    documents (not key_documents), positions restart at 0 in each; outside documents they are 0. Padding
+    counts on. On the mesh's kind of device, if none is given.
+
+    Raises:
+        ValueError: if mask and starts speak of different numbers of rows, or the partition is of another mesh.
     """
     ring, ulysses = checked_axes(mesh, tokens)
-    local = _owned(tokens, ring.rank, ulysses.rank, torch.device(device or "cpu"))
+    device = torch.device(device or ("cpu" if mesh is None else mesh.device_type))
+    local = _owned(tokens, ring.rank, ulysses.rank, device)
     rows = local + torch.tensor(tokens.starts, device=local.device)[:, None]
     if mask is None or mask.documents is None:
         return rows
-    if mask.rows > 1:
-        rows = rows.expand(mask.rows, -1)
+    count = batch_rows(mask, tokens, tokens)
+    rows = rows.expand(count, -1)
     restarted = torch.zeros_like(rows)
     for row in range(len(rows)):
         for first, end in mask.documents[row if mask.rows > 1 else 0]:
@@ -107,11 +117,12 @@ def checked_axes(mesh: DeviceMesh | None, tokens: Partition) -> tuple[Axis, Axis
 def _owned(tokens: Partition, ring_rank: int, ulysses_rank: int, device: torch.device) -> Tensor:
     """Indices of a rank's tokens in the padded sequence, (seq_local,)."""
     first = tokens.span()[0]
-    runs = [
-        torch.arange(start - first, start - first + step * count, step, device=device)
-        for start, step, count in tokens.runs(ring_rank)
-    ]
-    return torch.cat(runs)[ulysses_rank * tokens.seq_local : (ulysses_rank + 1) * tokens.seq_local].clone()
+    with torch.inference_mode(False):  # kept, and training may be next
+        runs = [
+            torch.arange(start - first, start - first + step * count, step, device=device)
+            for start, step, count in tokens.runs(ring_rank)
+        ]
+        return torch.cat(runs)[ulysses_rank * tokens.seq_local : (ulysses_rank + 1) * tokens.seq_local].clone()
 
 
 def _padded(x: Tensor, dim: int, tokens: Partition, fill: float) -> Tensor:

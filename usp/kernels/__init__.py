@@ -55,12 +55,16 @@ def backends() -> dict[str, Backend]:
     return dict(_TABLE)
 
 
-def select(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The backend to use; "auto" is the first that can.
+def select(name: str, q: Tensor, v: Tensor, *, lse_gradient: bool) -> str:
+    """The backend to use for tensors like these; "auto" is the first that can.
+
+    A gradient through lse may take more columns of a head than the tensors have.
 
     Raises:
         ValueError: naming what the backend cannot do and the backends that can.
     """
+    device, dtype = q.device, q.dtype
+    head_dim = max(q.shape[3], v.shape[3] + (sdpa.lse_columns(dtype) if lse_gradient else 0))
     able = [
         backend
         for backend, can in _TABLE.items()

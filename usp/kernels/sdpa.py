@@ -59,7 +59,7 @@ def backward(
         # out with zeros in q, k and v, make that rowsum(dout * out) - dlse. Half precision needs two for dlse.
         dlse = rearrange(dlse, "b h s -> b s h 1")
         columns = [dlse.to(out.dtype)]
-        if out.dtype.itemsize == 2:
+        if lse_columns(out.dtype) == 2:
             columns.append((dlse - columns[0]).to(out.dtype))
         width = _width(q, v, len(columns))
         dout = torch.cat([dout, *(torch.ones_like(x) for x in columns)], dim=3)
@@ -83,6 +83,11 @@ def backward(
             dk[:, columns] += dk_tile
             dv[:, columns] += dv_tile
     return dq.narrow(3, 0, head_dim), dk.narrow(3, 0, head_dim), dv.narrow(3, 0, head_dim_v)
+
+
+def lse_columns(dtype: torch.dtype) -> int:
+    """How many head-dim columns a gradient through lse takes."""
+    return 2 if dtype.itemsize == 2 else 1
 
 
 def _width(q: Tensor, v: Tensor, more: int) -> int:
