@@ -54,7 +54,7 @@ def shard(x: Tensor, mesh: DeviceMesh | None, tokens: Partition, *, dim: int = 1
     ring, ulysses = checked_axes(mesh, tokens)
     if x.shape[dim] != tokens.seq:
         raise ValueError(f"dim {dim} of x is {x.shape[dim]} long, but the partition is of seq={tokens.seq} tokens")
-    return _take(_padded(x, dim, tokens, fill), dim, _owned(tokens, ring.rank, ulysses.rank, x.device))
+    return _padded(x, dim, tokens, fill).index_select(dim, _owned(tokens, ring.rank, ulysses.rank, x.device))
 
 
 def unshard(x: Tensor, mesh: DeviceMesh | None, tokens: Partition, *, dim: int = 1) -> Tensor:
@@ -70,8 +70,7 @@ def unshard(x: Tensor, mesh: DeviceMesh | None, tokens: Partition, *, dim: int =
         raise ValueError(f"dim {dim} of x is {x.shape[dim]} long, but a shard of {tokens} is {tokens.seq_local}")
     # Ulysses shares of a ring rank, then ring ranks: whose tokens follow each other in the result.
     gathered = _gather(_gather(x.movedim(dim, 0), ulysses), ring)
-    positions = torch.cat([_owned(tokens, r, u, x.device) for r in range(tokens.ring) for u in range(tokens.ulysses)])
-    return _take(gathered, 0, torch.argsort(positions)[: tokens.seq]).movedim(0, dim)
+    return gathered.index_select(0, _order(tokens, x.device)).movedim(0, dim)
 
 
 def positions(
@@ -125,15 +124,19 @@ def _owned(tokens: Partition, ring_rank: int, ulysses_rank: int, device: torch.d
         return torch.cat(runs)[ulysses_rank * tokens.seq_local : (ulysses_rank + 1) * tokens.seq_local].clone()
 
 
+@lru_cache(maxsize=64)
+def _order(tokens: Partition, device: torch.device) -> Tensor:
+    """Where the shards, one behind another, hold positions 0 to seq, (seq,)."""
+    with torch.inference_mode(False):
+        owned = [_owned(tokens, r, u, device) for r in range(tokens.ring) for u in range(tokens.ulysses)]
+        return torch.argsort(torch.cat(owned))[: tokens.seq].clone()
+
+
 def _padded(x: Tensor, dim: int, tokens: Partition, fill: float) -> Tensor:
     if tokens.padded == tokens.seq:
         return x
     after = x.ndim - 1 - dim % x.ndim  # dims behind `dim`, for pad's last-dim-first order
     return F.pad(x, [0] * (2 * after) + [0, tokens.padded - tokens.seq], value=fill)
-
-
-def _take(x: Tensor, dim: int, indices: Tensor) -> Tensor:
-    return x.index_select(dim, indices)
 
 
 def _gather(x: Tensor, axis: Axis) -> Tensor:
