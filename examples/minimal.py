@@ -17,3 +17,4 @@ q, k, v = (usp.shard(x, mesh, tokens).requires_grad_() for x in whole)
 out = usp.hybrid_attention(q, k, v, mesh, tokens, mask=usp.Mask(causal=True))
 out.square().mean().backward()  # q.grad, k.grad, v.grad: this rank's tokens
 print(f"out {tuple(out.shape)}, whole {tuple(usp.unshard(out, mesh, tokens).shape)}")
+torch.distributed.destroy_process_group()  # else a rank may abort when it exits

@@ -43,9 +43,12 @@ def main() -> None:
 
     register()
     hydra.main(version_base="1.3", config_path="../configs", config_name="attention")(point)()
+    failed = any(record["status"] != "ok" for record in _records)
+    if not failed:
+        ranks.leave()
     if _records and int(os.environ.get("RANK", 0)) == 0:
         report(_records)
-        sys.exit(any(record["status"] != "ok" for record in _records))
+    sys.exit(failed)
 
 
 def point(cfg) -> None:
@@ -88,7 +91,7 @@ def run(config: dict) -> dict:
         if "RANK" in os.environ:
             measured = ranks.everyone(ranks.measure(config))
         else:
-            measured = ranks.launch(ranks.measure, config, config["mesh"]["ring"] * config["mesh"]["ulysses"])
+            measured = ranks.launch(ranks.measure_and_leave, config, config["mesh"]["ring"] * config["mesh"]["ulysses"])
         record |= {"status": "ok", "ranks": measured, "summary": summary(config, measured)}
     except Exception as error:
         record |= {"status": "failed", "reason": reason(error)}

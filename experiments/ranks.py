@@ -52,6 +52,20 @@ def launch(function: Callable[[dict], dict], config: dict, world: int) -> list[d
 
 
 @record
+def measure_and_leave(config: dict) -> dict:
+    """`measure` on a rank that was started for this point alone."""
+    measured = measure(config)
+    leave()
+    return measured
+
+
+def leave() -> None:
+    """End torch.distributed, all ranks together: a rank that exits with live gloo threads may abort."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def measure(config: dict) -> dict:
     """One point on this rank: run the attention, count and time it, hold it against float64."""
     torch.set_num_threads(1)
