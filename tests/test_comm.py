@@ -293,7 +293,7 @@ def _axes_error() -> bool:
 
 def test_a_rank_that_stays_away_is_noticed():
     """By the group's timeout; the message says that the group must be rebuilt."""
-    short = pool.Pool(2, timeout_s=3)
+    short = pool.Pool(2, timeout_s=6)
     try:
         assert short(_one_stays_away)[0] is True
     finally:

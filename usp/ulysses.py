@@ -50,8 +50,10 @@ def lse_to_sequence(
 
 
 def check_heads(heads: int, kv_heads: int, ulysses: int) -> None:
-    """Raises:
-    ValueError: if the heads do not divide over the Ulysses axis, naming the largest degree that works.
+    """Nothing, if the heads divide over the Ulysses axis.
+
+    Raises:
+        ValueError: naming the largest degree that works.
     """
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads over {kv_heads} KV heads: each KV head serves equally many query heads")
