@@ -107,11 +107,9 @@ def measure(config: dict) -> dict:
     }
     del results
     for _ in range(config["measure"]["repeats"]):
-        if config["measure"]["baseline"]:
-            # As many copies as there are cores, so that caches and clocks are shared in both halves of a round.
-            if dist.get_rank() < (os.cpu_count() or 1):
-                rank["baseline_cpu_s"].append(_fused_on_one_process(config))
-            dist.barrier()
+        # As many copies as there are cores, so that caches and clocks are shared in both halves of a round.
+        if config["measure"]["baseline"] and dist.get_rank() < (os.cpu_count() or 1):
+            rank["baseline_cpu_s"].append(_fused_on_one_process(config))
         dist.barrier()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         _, forward_s = call()

@@ -20,33 +20,29 @@ def sequence_to_heads(
 
     (U-1)/U of x's bytes leave the rank, as one all-to-all.
     """
-    ulysses = axes(mesh)[1]
-    if ulysses.size == 1:
-        return x
-    parts = rearrange(x, "b s (p h) d -> p b s h d", p=ulysses.size)
-    return rearrange(comm.all_to_all(parts, ulysses.group, "all_to_all"), "p b s h d -> b (p s) h d")
+    return _trade(x, mesh, "all_to_all", "b s (p h) d -> p b s h d", "p b s h d -> b (p s) h d")
 
 
 def heads_to_sequence(
     x: Float[Tensor, "batch seq_ring heads_local head_dim"], mesh: DeviceMesh | None
 ) -> Float[Tensor, "batch seq_local heads head_dim"]:
     """The inverse of `sequence_to_heads`. Differentiable."""
-    ulysses = axes(mesh)[1]
-    if ulysses.size == 1:
-        return x
-    parts = rearrange(x, "b (p s) h d -> p b s h d", p=ulysses.size)
-    return rearrange(comm.all_to_all(parts, ulysses.group, "all_to_all"), "p b s h d -> b s (p h) d")
+    return _trade(x, mesh, "all_to_all", "b (p s) h d -> p b s h d", "p b s h d -> b s (p h) d")
 
 
 def lse_to_sequence(
     lse: Float[Tensor, "batch heads_local seq_ring"], mesh: DeviceMesh | None
 ) -> Float[Tensor, "batch heads seq_local"]:
     """`heads_to_sequence` for lse. Differentiable."""
+    return _trade(lse, mesh, "lse", "b h (p s) -> p b h s", "p b h s -> b (p h) s")
+
+
+def _trade(x: Tensor, mesh: DeviceMesh | None, kind: str, cut: str, join: str) -> Tensor:
+    """Cut x into a part for each rank p, exchange the parts, and join what came."""
     ulysses = axes(mesh)[1]
     if ulysses.size == 1:
-        return lse
-    parts = rearrange(lse, "b h (p s) -> p b h s", p=ulysses.size)
-    return rearrange(comm.all_to_all(parts, ulysses.group, "lse"), "p b h s -> b (p h) s")
+        return x
+    return rearrange(comm.all_to_all(rearrange(x, cut, p=ulysses.size), ulysses.group, kind), join)
 
 
 def check_heads(heads: int, kv_heads: int, ulysses: int) -> None:
