@@ -126,6 +126,25 @@ def _kernels() -> dict[str, int]:
     return dict(traffic.kernels)
 
 
+def test_what_sending_costs_is_known(ranks):
+    """CPU time inside communication: some of it, not all, and none of it while a rank only waits for another."""
+    for spent_s, total_s in ranks(2)(_cost):
+        assert 0 < spent_s < 0.5 * total_s
+
+
+def _cost() -> tuple[float, float]:
+    case = Case(2, 1, seq=2048, heads=4, kv_heads=4, head_dim=32, head_dim_v=32, dtype=torch.float32, lse=False)
+    mesh = pool.mesh(2, 1)
+    tokens = case.tokens()
+    q, k, v = (usp.shard(x, mesh, tokens) for x in case.inputs()[:3])
+    with usp.measure_traffic() as traffic:
+        start_s = time.thread_time()
+        if dist.get_rank() == 1:
+            time.sleep(0.2)
+        usp.hybrid_attention(q, k, v, mesh, tokens, mask=case.mask)
+        return traffic.cpu_s, time.thread_time() - start_s
+
+
 def test_a_mesh_of_one_sends_nothing(ranks):
     assert ranks(1)(_alone) == [{}]
     with usp.measure_traffic() as traffic:

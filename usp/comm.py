@@ -7,6 +7,7 @@ nothing is sent.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ def _group(name: str) -> dist.ProcessGroup:
 
 @dataclass
 class Traffic:
-    """What this rank sent and computed while being measured.
+    """What this rank sent and computed while being measured, and what sending cost it.
 
     Kinds: "ring" (keys and values on hops), "ring_grad" (their gradients), "all_gather" and "reduce_scatter"
     (the same, when gathered), "all_to_all" (q, k, v, out and their gradients), "lse", "unshard", "control"
@@ -41,6 +42,7 @@ class Traffic:
     bytes: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)  # block kernel calls by backend
+    cpu_s: float = 0.0  # CPU time of the calling threads inside these operations; waiting takes none
 
     @property
     def payload_bytes(self) -> int:
@@ -66,6 +68,22 @@ def _sent(kind: str, size_bytes: int) -> None:
     for traffic in _measuring:
         traffic.bytes[kind] += size_bytes
         traffic.messages[kind] += 1
+
+
+@contextmanager
+def _operation(what: str) -> Iterator[None]:
+    """Around every call of torch.distributed: time it, and say what it means that it failed."""
+    start_s = time.thread_time()
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} failed ({error}). If another rank stayed away, stopped or never made this call, this process "
+            "group cannot be used again: rebuild it (destroy_process_group, init_process_group, init_mesh)."
+        ) from error
+    finally:
+        for traffic in _measuring:
+            traffic.cpu_s += time.thread_time() - start_s
 
 
 def ran(backend: str) -> None:
@@ -109,12 +127,12 @@ class Exchange:
             ]
             for _, tensor in send:
                 _sent(self.kind, tensor.nbytes)
-            with _named_failure("a hop"):
+            with _operation("a hop"):
                 self._pending = dist.batch_isend_irecv(operations)
         return buffers
 
     def wait(self) -> None:
-        with _named_failure("a hop"):
+        with _operation("a hop"):
             for work in self._pending:
                 work.wait()
         self._pending = []
@@ -141,7 +159,7 @@ def _all_to_all(x: Tensor, group: str, kind: str) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     _sent(kind, x.nbytes - x[0].nbytes)
-    with _named_failure("an all-to-all"):
+    with _operation("an all-to-all"):
         dist.all_to_all_single(out, x, group=_group(group))
     return out
 
@@ -168,7 +186,7 @@ def all_gather(x: Tensor, group: str, kind: str) -> Tensor:
     out = x.new_empty((process_group.size(), *x.shape))
     _sent(kind, x.nbytes * (process_group.size() - 1))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # new in 2.13
-    with _named_failure("an all-gather"):
+    with _operation("an all-gather"):
         gather(out.flatten(0, 1), x.contiguous(), group=process_group)
     return out
 
@@ -206,7 +224,7 @@ def agree(axes: Sequence[Axis], facts: Mapping[str, object], error: str | None) 
     digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=7).digest()
     mine = int.from_bytes(digest, "big")
     pair = torch.tensor([mine, -mine] if error is None else [_ERROR, _ERROR], device=_control_device(groups[0]))
-    with _named_failure("the agreement at the start of a call"):
+    with _operation("the agreement at the start of a call"):
         for group in groups:
             _sent("control", pair.nbytes)
             dist.all_reduce(pair, dist.ReduceOp.MAX, group=_group(group))
@@ -240,14 +258,3 @@ def _difference(reports: list[tuple[str, dict[str, str], str | None]]) -> str:
 def _control_device(group: str) -> torch.device:
     backend = dist.get_backend(_group(group))
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
-
-
-@contextmanager
-def _named_failure(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{what} failed ({error}). If another rank stayed away, stopped or never made this call, this process "
-            "group cannot be used again: rebuild it (destroy_process_group, init_process_group, init_mesh)."
-        ) from error
