@@ -2,65 +2,202 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-COLOURS = {"contiguous": "#9aa5b1", "zigzag": "#1f77b4", "striped": "#e08a1e", "balanced": "#2a9d5c"}
+from analysis import compare, published
+
+LAYOUTS = {"contiguous": (":", "s"), "zigzag": ("-", "o"), "striped": ("--", "^"), "balanced": ("-.", "D")}
+MESHES = plt.get_cmap("viridis")
+UNITS = {"cpu": "calls / s of the slowest rank's computing", "wall": "calls / s, wall time"}
 
 
 def speed(records: list[dict], path: Path) -> Path:
-    """Speed of every mesh and layout, a panel for each length, workload, dtype and pass; written to `path`."""
-    panels: dict[tuple, list[dict]] = {}
-    for record in records:
-        config = record["config"]
-        workload = tuple(config["workload"].values())
-        panels.setdefault((workload, config["dtype"], config["backward"], config["seq"]), []).append(record)
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(1 + 4 * columns, 0.8 + 3.2 * rows), squeeze=False)
-    axes = list(grid.flat)
-    for panel in axes[len(panels) :]:
-        panel.remove()
-    for panel, ((workload, dtype, backward, seq), members) in zip(axes, panels.items(), strict=False):
-        _bars(panel, members)
-        heads, kv_heads, head_dim, batch = workload
-        panel.set_title(
-            f"seq {seq}, {heads}/{kv_heads} heads x {head_dim}, batch {batch}\n"
-            f"{dtype}, {'forward + backward' if backward else 'forward'}",
-            fontsize=9,
-        )
-    axes[0].set_ylabel("calls / s of the slowest rank's CPU time")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=9)
-    machine, versions = records[0]["machine"], records[0]["versions"]
-    figure.suptitle(
-        f"Hybrid attention on {machine['cores']} cores of {machine['cpu']}, torch {versions['torch']}, gloo", fontsize=9
+    """Speed against length: a panel a workload, a line a mesh and layout; below it the published rates.
+
+    Workloads with a single length are left out if there are others: the heat map has them.
+    """
+    families: dict[str, list[compare.Group]] = {}
+    for group in compare.groups(records):
+        families.setdefault(_workload(group.config) + group.lines[0].record["machine"]["id"], []).append(group)
+    several = {name: groups for name, groups in families.items() if len(groups) > 1}
+    families = several or families
+    beside = any(group.table for groups in families.values() for group in groups)
+    columns = len(families)
+    figure, grid = plt.subplots(
+        1 + beside, columns, figsize=(max(7.0, 0.8 + 3.6 * columns), 1.4 + 3.1 * (1 + beside)), squeeze=False
     )
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    meshes = sorted({_mesh(record) for record in records}, reverse=True)
+    layouts = [layout for layout in LAYOUTS if any(_layout(record) == layout for record in records)]
+    colour = {mesh: MESHES(0.9 * n / max(1, len(meshes) - 1)) for n, mesh in enumerate(meshes)}
+    for column, groups in enumerate(families.values()):
+        config = groups[0].config
+        lines = [line for group in groups for line in group.lines]
+        here = [(line.record, line.record["config"]["seq"], line.speed) for line in lines]
+        _lines(grid[0][column], here, colour)
+        grid[0][column].set_title(_workload(config, "\n"), fontsize=9)
+        if beside:
+            there = [
+                (line.record, line.published.length, line.published.calls_per_s) for line in lines if line.published
+            ]
+            _lines(grid[1][column], there, colour)
+            if config["published"]["table"]:
+                grid[1][column].set_title(published.TITLES[config["published"]["table"]], fontsize=8)
+    grid[0][0].set_ylabel(f"here: {UNITS[_clock(records)]}", fontsize=8)
+    if beside:
+        grid[1][0].set_ylabel("published: calls / s", fontsize=8)
+    handles = [plt.Line2D([], [], color=colour[mesh], label=_label(mesh)) for mesh in meshes]
+    handles += [
+        plt.Line2D([], [], color="black", linestyle=LAYOUTS[x][0], marker=LAYOUTS[x][1], markersize=4, label=x)
+        for x in layouts
+    ]
+    figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False, fontsize=8)
+    return _save(figure, records, "Hybrid attention, speed against length", path)
 
 
-def _bars(panel, members: list[dict]) -> None:
-    """Groups of bars: a group for each mesh, from pure Ulysses to pure ring, a bar for each layout."""
-
-    def mesh(record: dict) -> tuple[int, int]:
-        return record["config"]["mesh"]["ring"], record["config"]["mesh"]["ulysses"]
-
-    meshes = sorted({mesh(record) for record in members})
-    layouts = [x for x in COLOURS if any(record["config"]["layout"]["name"] == x for record in members)]
-    width = 0.8 / len(layouts)
-    for n, layout in enumerate(layouts):
-        mine = {mesh(r): r["summary"]["speed_per_s"] for r in members if r["config"]["layout"]["name"] == layout}
-        x = [meshes.index(key) + (n + 0.5) * width - 0.4 for key in mine]
-        bars = panel.bar(x, list(mine.values()), width * 0.92, color=COLOURS[layout], label=layout)
-        panel.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
-    panel.set_xticks(range(len(meshes)), [f"ulysses {u}\nring {r}" for r, u in meshes], fontsize=8)
+def _lines(panel: Axes, points: list[tuple[dict, int, float | None]], colour: dict) -> None:
+    series: dict[tuple, dict[int, float]] = {}
+    for record, length, rate in points:
+        if rate is not None:
+            series.setdefault((_mesh(record), _layout(record)), {})[length] = rate
+    for (mesh, layout), rates in series.items():
+        style, marker = LAYOUTS[layout]
+        lengths = sorted(rates)
+        panel.plot(
+            lengths,
+            [rates[length] for length in lengths],
+            color=colour[mesh],
+            linestyle=style,
+            marker=marker,
+            markersize=4,
+            linewidth=1.2,
+            alpha=0.85,
+        )
+    lengths = sorted({length for rates in series.values() for length in rates})
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xticks(lengths, [_tokens(length) for length in lengths], fontsize=8)
+    panel.xaxis.set_minor_locator(plt.NullLocator())
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.yaxis.set_minor_formatter(lambda value, _: f"{value:.2g}" if len(lengths) < 2 else "")
+    panel.tick_params(axis="y", which="both", labelsize=7)
+    panel.set_xlabel("tokens", fontsize=8)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.margins(y=0.12)
+    panel.grid(True, axis="y", which="major", linewidth=0.4, alpha=0.5)
+
+
+def heatmap(records: list[dict], path: Path, columns: int = 5) -> Path:
+    """Ulysses x ring x layout: speed relative to the best cell, which is outlined; the published table below."""
+    groups = compare.groups(records)
+    columns = min(columns, len(groups))
+    bands = -(-len(groups) // columns)
+    beside = any(group.table for group in groups)
+    meshes = max(len({_mesh(line.record) for line in group.lines}) for group in groups)
+    layouts = max(len({_layout(line.record) for line in group.lines}) for group in groups)
+    panel_height, panel_width = 0.75 + 0.32 * meshes, 0.9 + 0.72 * layouts
+    rows = bands * (1 + beside)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(0.4 + panel_width * columns, 0.7 + panel_height * rows), squeeze=False
+    )
+    for n, group in enumerate(groups):
+        band, column = divmod(n, columns)
+        upper = grid[band * (1 + beside)][column]
+        _cells(upper, [(line.record, line.relative, _missing(line.record["status"])) for line in group.lines])
+        upper.set_title(f"{_workload(group.config)}\n{_tokens(group.config['seq'])} tokens, here", fontsize=7)
+        if beside:
+            lower = grid[band * (1 + beside) + 1][column]
+            rows_there = [(line.record, line.published_relative, line.published) for line in group.lines]
+            _cells(lower, [(record, x, _missing(row.status if row else "-")) for record, x, row in rows_there])
+            found = group.rank_correlation
+            title = f"{_tokens(group.config['published']['length'])} tokens, published"
+            lower.set_title(title + ("" if found is None else f"\nrank correlation {found:.2f}"), fontsize=7)
+    for n in range(len(groups), bands * columns):
+        for part in range(1 + beside):
+            grid[n // columns * (1 + beside) + part][n % columns].remove()
+    return _save(figure, records, "Hybrid attention, speed relative to the best mesh and layout (outlined)", path, 0)
+
+
+def _missing(status: str) -> str:
+    return "" if status == "ok" else status
+
+
+def _cells(panel: Axes, points: list[tuple[dict, float | None, str]]) -> None:
+    meshes = sorted({_mesh(record) for record, _, _ in points}, reverse=True)
+    layouts = [layout for layout in LAYOUTS if any(_layout(record) == layout for record, _, _ in points)]
+    values = [[float("nan")] * len(layouts) for _ in meshes]
+    for record, relative, missing in points:
+        y, x = meshes.index(_mesh(record)), layouts.index(_layout(record))
+        if relative is not None:
+            values[y][x] = relative
+            panel.text(
+                x,
+                y,
+                f"{relative:.2f}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if relative < 0.6 else "black",
+            )
+        else:
+            panel.text(x, y, missing, ha="center", va="center", fontsize=6, color="#555555")
+        if relative == 1.0:
+            panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="#d62728", linewidth=1.8))
+    panel.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    panel.set_xticks(range(len(layouts)), layouts, fontsize=6)
+    panel.set_yticks(range(len(meshes)), [f"u{ulysses} r{ring}" for ulysses, ring in meshes], fontsize=6)
+    panel.tick_params(length=0)
+    panel.spines[:].set_visible(False)
+
+
+def _save(figure: Figure, records: list[dict], title: str, path: Path, legend: float = 0.09) -> Path:
+    """Whole or not at all."""
+    machine, versions = records[0]["machine"], records[0]["versions"]
+    good = [record for record in records if record["status"] == "ok"]
+    device = good[0]["summary"]["device"] if good else "cpu"
+    where = f"{machine['cores']} cores of {machine['cpu']}" if device == "cpu" else device
+    figure.suptitle(f"{title}\n{where}, torch {versions['torch']}, {_clock(records)} time", fontsize=8)
+    figure.tight_layout(rect=(0, legend, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.stem}.{os.getpid()}.part")
+    figure.savefig(part, dpi=130, format="png")
+    plt.close(figure)
+    return part.replace(path)
+
+
+def _clock(records: list[dict]) -> str:
+    clocks = {record["summary"]["clock"] for record in records if record["status"] == "ok"}
+    return clocks.pop() if len(clocks) == 1 else "cpu"
+
+
+def _mesh(record: dict) -> tuple[int, int]:
+    return record["config"]["mesh"]["ulysses"], record["config"]["mesh"]["ring"]
+
+
+def _layout(record: dict) -> str:
+    return record["config"]["layout"]["name"]
+
+
+def _label(mesh: tuple[int, int]) -> str:
+    return f"ulysses {mesh[0]} x ring {mesh[1]}"
+
+
+def _tokens(count: int | None) -> str:
+    if count is None:
+        return "?"
+    return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else f"{count}"
+
+
+def _workload(config: dict, split: str = ", ") -> str:
+    workload = config["workload"]
+    return (
+        f"{workload['heads']}/{workload['kv_heads']} heads x {workload['head_dim']}, batch {workload['batch']}{split}"
+        f"{config['dtype']}, {'fwd + bwd' if config['backward'] else 'fwd'}"
+    )

@@ -3,144 +3,275 @@
     python -m experiments.attention mesh.ring=4 mesh.ulysses=2 workload=h8_d128 seq=4096 layout=zigzag
     python -m experiments.attention -m experiment=sweep
 
-Each point starts its own ranks on this machine and writes results/<name>/<point>/record.json. Under torchrun, the
+Each point starts its own ranks on this machine and writes results/<name>/<point>/record.json. A point that has a good
+record is not measured again (force=true does), so the same command continues what was interrupted. Under torchrun, the
 ranks that are already running are used.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import hashlib
 import json
 import math
 import os
 import platform
+import secrets
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
 
+from analysis.records import SCHEMA
 from experiments import ranks
+from experiments.ranks import FIRST, RUNNING
 
-SCHEMA = 1
-CAPTION = (
-    "Speed is calls per second of the slowest rank's CPU time: what one device a rank would reach if links were free.\n"
-    "Wall time on this machine, where ranks share cores, hides imbalance. Balance is mean over largest CPU time.\n"
-    "MB sent by the rank that sends most; memory growth of the rank that grows most; errors against float64."
-)
-
-_records: list[dict] = []  # of this process, in the order of the sweep
+COMMAND = [Path(sys.executable).name, "-m", "experiments.attention", *sys.argv[1:]]
 
 
 def main() -> None:
-    """Run one point or a sweep; exit with 1 if a point failed."""
+    """Run one point or a sweep; exit with 1 if a point has no result."""
     import hydra
 
-    from experiments.config import register
+    from experiments.config import CONFIGS, Journal, entries, register
 
     register()
-    hydra.main(version_base="1.3", config_path="../configs", config_name="attention")(point)()
-    failed = any(record["status"] != "ok" for record in _records)
-    if not failed:
-        ranks.leave()
-    if _records and int(os.environ.get("RANK", 0)) == 0:
-        report(_records)
-    sys.exit(failed)
+    sys.argv.append(f"run={datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(2)}")
+    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="attention")(point)()
+    ranks.leave()
+    if Journal.path is None or not FIRST:  # as with --help
+        return
+    done = [entry for entry in entries(Journal.path) if "point" in entry]
+    sys.exit(report([json.loads(Path(entry["record"]).read_text()) for entry in done]))
 
 
 def point(cfg) -> None:
-    """One point of a sweep: run it, write its record."""
+    """One point of a sweep: measure it unless it has been measured, keep its record, tell how it went."""
     from omegaconf import OmegaConf
 
-    config = asdict(OmegaConf.to_object(cfg))  # pyright: ignore[reportArgumentType]
-    record = run(config)
-    _records.append(record)
-    if int(os.environ.get("RANK", 0)) == 0:
-        folder = Path(config["results"]) / record["point"]
-        write(record, folder / "record.json")
-        print(f"point {len(_records)}: {line(record)}", flush=True)
+    from experiments.config import entries, journal, note, wanted
+
+    config: dict = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)  # pyright: ignore[reportAssignmentType]
+    if not wanted(config):
+        return
+    if RUNNING:
+        ranks.join(config["device"], 2 * config["timeout_s"])
+        if len(names := set(ranks.everyone(name(config)))) > 1:
+            sys.exit(f"ranks were started with different commands: {sorted(names)}")
+    path = Path(config["results"]) / name(config) / "record.json"
+    with claimed(path.parent) if FIRST else nullcontext():
+        record = measured(path, config) if FIRST else None
+        if not ranks.told(record is not None):
+            record = run(config, path)
+            if FIRST:
+                write(record, path)
+    if FIRST:
+        log = journal(config["results"], config["run"])
+        note(log, {"point": name(config), "status": record["status"], "record": str(path)})
+        progress(record, entries(log))
+    if RUNNING and record and record["status"] not in ("ok", "unsupported"):
+        sys.exit(f"{line(record)}\nthese ranks cannot go on; the same command continues")
+
+
+def measured(path: Path, config: dict) -> dict | None:
+    """The good record of this point, if there is one and it is not to be made again."""
+    if config["force"] or not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text())
+        kept = (record["schema"], record["hash"], record["status"]) == (SCHEMA, digest(config), "ok")
+    except (ValueError, KeyError, TypeError):  # somebody's editor
+        return None
+    return record if kept else None
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Nobody else measures this point meanwhile. The system lets go when this process ends, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for part in folder.glob("*.part"):  # of a process that was killed while it wrote
+            part.unlink()
+        yield
 
 
 def check(config: dict) -> None:
-    """What can be seen to be wrong before any process is started."""
-    if config["dtype"] not in ("float64", "float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype={config['dtype']!r} is not one of float64, float32, bfloat16, float16")
+    """What can be seen to be wrong before any process is started.
+
+    Raises:
+        ValueError: naming the values.
+    """
+    from analysis import published
+
     if config["measure"]["repeats"] < 1 or config["measure"]["warmup"] < 1:
         raise ValueError(f"measure.repeats and measure.warmup are at least 1: {config['measure']}")
     if config["measure"]["baseline"] and config["window"] is not None:
         raise ValueError(f"measure.baseline=true with window={config['window']}: the fused kernel has no window")
+    if min(config["mesh"].values()) < 1:
+        raise ValueError(f"every degree of the mesh is at least 1: {config['mesh']}")
+    table, length, factor = (config["published"][key] for key in ("table", "length", "factor"))
+    if table is None and (length is not None or config["published"]["only"]):
+        raise ValueError("published.length and published.only need a published.table")
+    if table is not None:
+        if length is not None and length != config["seq"] * factor:
+            raise ValueError(
+                f"seq={config['seq']} is not published.length={length} / published.factor={factor}: set the length and "
+                "the factor, or published.table=null for a length of your own"
+            )
+        if published.rows(table)[0].backward and not config["backward"]:
+            raise ValueError(f"published.table={table} has rates of forward + backward: backward=true")
 
 
-def run(config: dict) -> dict:
-    """The record of a point, whatever happens to its ranks."""
+def run(config: dict, path: Path) -> dict:
+    """The record of a point, which will be kept at `path`, whatever happens to its ranks."""
     record = {
         "schema": SCHEMA,
         "experiment": "attention",
         "point": name(config),
+        "hash": digest(config),
         "config": config,
-        "command": [sys.executable.rsplit("/", 1)[-1], "-m", "experiments.attention", *sys.argv[1:]],
+        "seed": config["seed"],
+        "command": COMMAND,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(),
     }
     start_s = time.monotonic()
     try:
         check(config)
-        if "RANK" in os.environ:
-            measured = ranks.everyone(ranks.measure(config))
+        if RUNNING:
+            samples = among_running(config, record, path)
         else:
-            measured = ranks.launch(ranks.measure_and_leave, config, config["mesh"]["ring"] * config["mesh"]["ulysses"])
-        record |= {"status": "ok", "ranks": measured, "summary": summary(config, measured)}
+            world = config["mesh"]["ring"] * config["mesh"]["ulysses"]
+            samples = ranks.launch(ranks.measure, config, world, config["timeout_s"])
+        record |= {"status": "ok", "ranks": samples, "summary": summary(config, samples)}
+    except ranks.PointFailed as failure:
+        record |= {"status": failure.status, "reason": failure.reason}
+        if failure.stacks:
+            record["stacks"] = failure.stacks
     except Exception as error:
-        record |= {"status": "failed", "reason": reason(error)}
+        record |= {"status": ranks.classify(error), "reason": f"{type(error).__name__}: {error}"}
     return record | {"seconds": round(time.monotonic() - start_s, 3)}
 
 
-def reason(error: Exception) -> str:
-    """The message of the rank that failed first, or of the launcher."""
-    failures = getattr(error, "failures", None)
-    if not failures:
-        return f"{type(error).__name__}: {error}"
-    rank, first = min(failures.items(), key=lambda item: item[1].timestamp)
-    message = first.message if isinstance(first.message, str) else first.message["message"]
-    return f"rank {rank} ended with code {first.exitcode}: {message.strip()}"
+def among_running(config: dict, record: dict, path: Path) -> list[dict]:
+    """What all ranks measured, where torchrun has started them.
+
+    After the time is up every rank writes where it stands; the first keeps that in the record and ends the job.
+    """
+    mine = path.parent / f"stack.{os.environ['RANK']}.part"
+
+    def give_up() -> None:
+        stacks = {file.suffixes[0][1:]: file.read_text() for file in sorted(path.parent.glob("stack.*.part"))}
+        late = {"status": "timeout", "reason": "not all ranks had a result when the time was up", "stacks": stacks}
+        late["seconds"] = config["timeout_s"]
+        write(record | late, path)
+        print(
+            f"{line(record | late)}\nthese ranks cannot go on; the same command continues", file=sys.stderr, flush=True
+        )
+        os._exit(1)
+
+    timer = threading.Timer(config["timeout_s"] + ranks.GRACE_S, give_up)
+    timer.daemon = True
+    mine.parent.mkdir(parents=True, exist_ok=True)
+    with mine.open("w") as file:
+        faulthandler.dump_traceback_later(config["timeout_s"], file=file)
+        if FIRST:
+            timer.start()
+        try:
+            return ranks.everyone(ranks.measure(config))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            timer.cancel()
+            mine.unlink(missing_ok=True)
+
+
+def digest(config: dict) -> str:
+    """What identifies a point: its configuration without what says where and how it is kept."""
+    from experiments.config import NOT_MEASURED
+
+    kept = {key: value for key, value in config.items() if key not in NOT_MEASURED}
+    kept["published"] = {key: value for key, value in config["published"].items() if key != "only"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def name(config: dict) -> str:
     """A readable name of the point that no other configuration has."""
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
     mesh, workload = config["mesh"], config["workload"]
     shape = f"h{workload['heads']}kv{workload['kv_heads']}d{workload['head_dim']}b{workload['batch']}"
     parts = f"u{mesh['ulysses']}r{mesh['ring']}", config["layout"]["name"], f"s{config['seq']}", shape, config["dtype"]
-    return "-".join((*parts, digest))
+    return "-".join((*parts, digest(config)[:8]))
 
 
-def summary(config: dict, measured: list[dict]) -> dict:
-    """The figures of the table, from the ranks' samples."""
-    cpu_s = [median(rank["cpu_s"]) for rank in measured]
-    errors: dict[str, float] = {}
-    for result, error in (item for rank in measured for item in rank["error"].items()):
-        if not math.isfinite(error):
-            raise ValueError(f"{result} is wrong: its error against float64 is {error}")
-        errors[result] = max(error, errors.get(result, 0.0))
+def summary(config: dict, samples: list[dict]) -> dict:
+    """The figures of the table, from the ranks' samples: the slowest rank counts.
+
+    Speed is one over the seconds of a call: wall seconds where every rank has a device or a core of its own, else
+    seconds that the slowest rank computes, outside communication: what one device a rank would take if links were free.
+    Those are counted in probes, a fixed piece of work beside each call, since other tenants slow cores down by up to a
+    half for seconds; they become seconds by the median of the point's probes, and in a table by that of all its points.
+    """
+    clock = samples[0]["clock"]
+
+    def seconds(part: str) -> list[float]:
+        """Of a call, by rank."""
+        if clock == "wall":
+            return [median(rank[f"{part}wall_s"]) for rank in samples]
+        calls = [zip(rank[f"{part}compute_s"], rank["probe_s"], strict=True) for rank in samples]
+        return [median(work_s / probe_s for work_s, probe_s in rank) * probe for rank in calls]
+
+    def slowest(part: str) -> float:
+        """Of a call; ranks wait for each other within calls, so wall time is that of the slowest in each."""
+        if clock == "cpu":
+            return max(seconds(part))
+        return median(max(calls) for calls in zip(*(rank[f"{part}wall_s"] for rank in samples), strict=True))
+
+    probe = median(probe_s for rank in samples for probe_s in rank["probe_s"]) if clock == "cpu" else None
     found = {
-        "slowest_cpu_s": max(cpu_s),
-        "speed_per_s": 1 / max(cpu_s),
-        "balance": sum(cpu_s) / len(cpu_s) / max(cpu_s),
-        "wall_s": median(max(samples) for samples in zip(*(rank["wall_s"] for rank in measured), strict=True)),
-        "sent_bytes": max(sum(n for kind, n in rank["bytes"].items() if kind != "control") for rank in measured),
-        "peak_growth_bytes": max(rank["peak_growth_bytes"] for rank in measured),
-        "errors": errors,
+        "clock": clock,
+        "device": samples[0]["device"],
+        "kernels": sorted({kernel for rank in samples for kernel in rank["kernels"]}),
+        "speed_per_s": 1 / slowest(""),
+        "forward_speed_per_s": 1 / slowest("forward_"),
+        "probe_s": probe,
+        "compute_s": max(median(rank["compute_s"]) for rank in samples),
+        "cpu_s": max(median(rank["cpu_s"]) for rank in samples),
+        "wall_s": median(max(calls) for calls in zip(*(rank["wall_s"] for rank in samples), strict=True)),
+        "balance": mean(seconds("")) / max(seconds("")),
+        "sent_bytes": max(sum(n for kind, n in rank["bytes"].items() if kind != "control") for rank in samples),
+        "messages": max(sum(n for kind, n in rank["messages"].items() if kind != "control") for rank in samples),
+        "peak_growth_bytes": max(rank["peak_growth_bytes"] for rank in samples),
+        "errors": errors(samples),
     }
     if config["measure"]["baseline"]:
         # In each round the one-process kernel and the ranks ran one after the other: the median of the rounds' ratios.
-        kernels = [rank["baseline_cpu_s"] for rank in measured if rank["baseline_cpu_s"]]
-        alone = [mean(samples) for samples in zip(*kernels, strict=True)]
-        together = [sum(samples) for samples in zip(*(rank["cpu_s"] for rank in measured), strict=True)]
+        kernels = [rank["baseline_cpu_s"] for rank in samples if rank["baseline_cpu_s"]]
+        alone = [mean(seconds) for seconds in zip(*kernels, strict=True)]
+        together = [sum(seconds) for seconds in zip(*(rank["cpu_s"] for rank in samples), strict=True)]
         found["baseline_cpu_s"] = median(alone)
         found["efficiency"] = median(a / b for a, b in zip(alone, together, strict=True))
+    return found
+
+
+def errors(samples: list[dict]) -> dict[str, float]:
+    """By result, the largest error of any rank over the largest value of any rank.
+
+    Raises:
+        ArithmeticError: if one is not a number.
+    """
+    found = {}
+    for result in {result: None for rank in samples for result in rank["error"]}:
+        pairs = [rank["error"][result] for rank in samples if result in rank["error"]]
+        if not all(math.isfinite(error) for error, _ in pairs):
+            raise ArithmeticError(f"{result} is wrong: its errors against float64 are {[error for error, _ in pairs]}")
+        found[result] = max(error for error, _ in pairs) / max(largest for _, largest in pairs)
     return found
 
 
@@ -167,7 +298,12 @@ def provenance() -> dict:
             "python": platform.python_version(),
             **{package: version(package) for package in ("usp", "torch", "hydra-core")},
         },
-        "machine": {"cpu": model, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release()}"},
+        "machine": {
+            "id": hashlib.sha256(f"{platform.node()} {model}".encode()).hexdigest()[:8],
+            "cpu": model,
+            "cores": ranks.CORES,
+            "system": f"{platform.system()} {platform.release()}",
+        },
     }
 
 
@@ -175,82 +311,58 @@ def write(record: dict, path: Path) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
+    with part.open("w") as file:
+        file.write(json.dumps(record, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     part.replace(path)
 
 
 def line(record: dict) -> str:
-    """One line of progress."""
+    """What happened to a point, in one line."""
     if record["status"] != "ok":
-        return f"{record['point']} FAILED after {record['seconds']:.1f} s: {record['reason'].splitlines()[-1][:200]}"
-    found = record["summary"]
-    return f"{record['point']}  {found['speed_per_s']:.2f} calls/s  ({record['seconds']:.1f} s)"
+        return f"{record['point']}: {record['status']} after {record['seconds']:.1f} s: {record['reason']}"
+    return f"{record['point']}: {record['summary']['speed_per_s']:.2f} calls/s"
 
 
-def report(records: list[dict]) -> None:
-    """The table of a run on the terminal and, for a sweep, its picture beside the records."""
-    from rich.console import Console
-    from rich.table import Table
+def progress(record: dict, log: list[dict]) -> None:
+    """A line for a person who watches; a point without a result is told in any case."""
+    total = sum(entry.get("points", 0) for entry in log)
+    statuses = [entry["status"] for entry in log if "point" in entry]
+    failed = sum(status != "ok" for status in statuses)
+    text = f"[{len(statuses) - failed} done, {failed} failed, {max(0, total - len(statuses))} left] {line(record)}"
+    if record["status"] != "ok":
+        print(text, file=sys.stderr, flush=True)
+    elif sys.stdout.isatty():
+        print(text, flush=True)
 
-    efficiency = any("efficiency" in record.get("summary", {}) for record in records)
-    texts = [describe(record["config"]) for record in records]
-    varied = [key for key in texts[0] if len({text[key] for text in texts}) > 1]
-    fixed = [text for key, text in texts[0].items() if key not in (*varied, "mesh", "layout", "seq")]
-    shown = [key for key in texts[0] if key in ("mesh", "layout", "seq") or key in varied]
-    measured = ["speed 1/s", "slowest CPU s", "balance", "wall s", "MB sent", "peak MiB", "error"]
-    table = Table(title=", ".join(fixed), title_justify="left", caption=CAPTION, caption_justify="left")
-    for column in (*shown, *measured, *(["efficiency"] if efficiency else [])):
-        table.add_column(column, justify="left" if column in ("mesh", "layout") else "right")
-    for record, text in zip(records, texts, strict=True):
-        table.add_row(*(text[key] for key in shown), *figures(record))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    for record in records:
-        if record["status"] != "ok":
-            print(f"failed: {record['point']}: {record['reason']}")
+
+def report(records: list[dict]) -> int:
+    """Tables on the terminal, a CSV and, for a sweep, the pictures beside the records; the exit code."""
+    from analysis import records as kept
+    from analysis import tables
+
+    if not records:
+        print("no point: nothing of what was asked for is in the published table", file=sys.stderr)
+        return 1
+    tables.show(records)
+    failed = [record for record in records if record["status"] != "ok"]
     folder = Path(records[0]["config"]["results"])
     print(f"records: {folder}/*/record.json")
-    good = [record for record in records if record["status"] == "ok"]
-    if len(good) > 1:
-        from analysis.figures import speed
+    print(f"table: {kept.to_csv(records, folder / 'table.csv')}")
+    if sum(record["status"] == "ok" for record in records) > 1:
+        from analysis import figures
 
-        print(f"picture: {speed(good, folder / 'speed.png')}")
-
-
-def describe(config: dict) -> dict[str, str]:
-    """What a point is, by column of the table."""
-    mesh, workload = config["mesh"], config["workload"]
-    return {
-        "mesh": f"u{mesh['ulysses']}r{mesh['ring']}",
-        "layout": config["layout"]["name"],
-        "seq": str(config["seq"]),
-        "heads": f"{workload['heads']}/{workload['kv_heads']} heads x {workload['head_dim']}",
-        "batch": f"batch {workload['batch']}",
-        "dtype": config["dtype"],
-        "mask": ("causal" if config["causal"] else "full")
-        + (f", window {config['window']}" if config["window"] is not None else ""),
-        "pass": "forward + backward" if config["backward"] else "forward",
-        "exchange": config["exchange"],
-        "backend": f"backend {config['backend']}",
-    }
-
-
-def figures(record: dict) -> list[str]:
-    """What was measured, as cells of the table."""
-    if record["status"] != "ok":
-        return ["failed"]
-    found = record["summary"]
-    worst = max(found["errors"].values(), default=None)
-    cells = [
-        f"{found['speed_per_s']:.2f}",
-        f"{found['slowest_cpu_s']:.3f}",
-        f"{found['balance']:.2f}",
-        f"{found['wall_s']:.3f}",
-        f"{found['sent_bytes'] / 1e6:.2f}",
-        f"{found['peak_growth_bytes'] / 2**20:.0f}",
-        "-" if worst is None else f"{worst:.1e}",
-    ]
-    return [*cells, f"{found['efficiency']:.3f}"] if "efficiency" in found else cells
+        print(f"pictures: {figures.speed(records, folder / 'speed.png')}")
+        print(f"          {figures.heatmap(records, folder / 'heatmap.png')}")
+    if failed:
+        print(f"{len(failed)} of {len(records)} points have no result:")
+        for record in failed:
+            print(f"  {line(record)}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
+    from experiments.attention import main  # the module that other processes can import, not this copy of it
+
     main()

@@ -1,10 +1,31 @@
-"""The typed form of the configuration: unknown keys and wrong types fail when Hydra composes it."""
+"""The typed form of the configuration: unknown keys, wrong types and unknown choices fail when Hydra composes it."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
 
-from omegaconf import MISSING
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from analysis import published
+from experiments.ranks import FIRST
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+# Members are written as in a command: OmegaConf reads an Enum by name.
+LayoutName = Enum("LayoutName", ["contiguous", "zigzag", "striped"])
+Dtype = Enum("Dtype", ["float64", "float32", "bfloat16", "float16"])
+Device = Enum("Device", ["auto", "cpu", "cuda"])
+Reference = Enum("Reference", ["whole", "rows", "none"])
 
 
 @dataclass
@@ -23,15 +44,25 @@ class Workload:
 
 @dataclass
 class Layout:
-    name: str = MISSING
+    name: LayoutName = MISSING
 
 
 @dataclass
 class Measure:
-    warmup: int = 1
-    repeats: int = 3
-    reference: bool = True  # compare every result with float64 on one process
-    baseline: bool = False  # time the one-process fused kernel in the same run
+    warmup: int = MISSING  # calls before the first that counts
+    repeats: int = MISSING  # calls that count
+    reference: Reference = MISSING  # compare with float64: every result, out and dq of some rows, or nothing
+    baseline: bool = MISSING  # time the one-process fused kernel in the same rounds
+
+
+@dataclass
+class Published:
+    """The published table beside which the rows are set (analysis/published)."""
+
+    table: str | None = None
+    length: int | None = None  # its sequence length
+    factor: int = 1  # what that length is divided by here
+    only: bool = False  # leave out what is not in the table
 
 
 @dataclass
@@ -42,21 +73,100 @@ class Attention:
     workload: Workload = field(default_factory=Workload)
     layout: Layout = field(default_factory=Layout)
     measure: Measure = field(default_factory=Measure)
+    published: Published = field(default_factory=Published)
     seq: int = 4096
     causal: bool = True
     window: int | None = None
-    dtype: str = "float32"
+    dtype: Dtype = Dtype["float32"]
     backward: bool = True
     exchange: str = "ring"
     backend: str = "auto"
+    device: Device = Device["auto"]
     seed: int = 0
-    timeout_s: float = 120.0  # a rank that waits longer for another ends the point
+    timeout_s: float = 300.0  # a point that takes longer is ended, with the stack of every rank in its record
+    force: bool = False  # measure again what has a good record
     name: str = "attention"
     results: str = "results/${name}"
+    run: str = ""  # which command this is part of, set by the program
+
+
+NOT_MEASURED = ("timeout_s", "force", "name", "results", "run")  # what does not change what a point is
 
 
 def register() -> None:
-    """Make the schema known to Hydra."""
-    from hydra.core.config_store import ConfigStore
-
+    """Make the schema and the resolver `scaled` known to Hydra."""
     ConfigStore.instance().store("schema", Attention)
+    OmegaConf.register_new_resolver("scaled", scaled, replace=True)
+
+
+def scaled(length: int, factor: int) -> int:
+    """The published length divided by the factor."""
+    if factor < 1 or length % factor:
+        raise ValueError(f"published.factor={factor} does not divide published.length={length}")
+    return length // factor
+
+
+class Journal(Callback):
+    """The list of a command's points beside their records, one line each, as they are done.
+
+    Points may run in other processes (launcher=joblib), so what a command has done is read from here. Hydra tells
+    its beginning, in the process that was started.
+    """
+
+    path: Path | None = None  # of this process's command
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._begin(config, lambda: 1)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._begin(config, lambda: points(config))
+
+    def _begin(self, config: DictConfig, count: Callable[[], int]) -> None:
+        Journal.path = journal(config.results, config.run)
+        if FIRST:
+            note(Journal.path, {"points": count()})
+
+
+def journal(results: str, run: str) -> Path:
+    return Path(results) / "runs" / f"{run}.jsonl"
+
+
+def note(path: Path, entry: dict) -> None:
+    """Add a line, whole: processes may do so at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(entry).encode() + b"\n")
+
+
+def entries(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wanted(config: dict) -> bool:
+    """Whether a sweep that was asked for a published table alone has this point."""
+    return not config["published"]["only"] or published.find(config) is not None
+
+
+def points(config: DictConfig) -> int:
+    """How many points a sweep has. Hydra does not tell: counted from the choices, on the parts that `wanted` reads."""
+    texts = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()] + list(
+        config.hydra.overrides.task
+    )
+    choices: dict[str, list[str]] = {}
+    for override in OverridesParser.create().parse_overrides(texts):
+        sweep = override.is_sweep_override()
+        values = override.sweep_string_iterator() if sweep else [override.get_value_element_as_str()]
+        choices[override.get_key_element()] = list(values)
+    groups = {"mesh", "workload", "layout"}
+    relevant = {key: values for key, values in choices.items() if key.split(".")[0] in groups | {"published"}}
+    others = math.prod(len(values) for key, values in choices.items() if key not in relevant)
+    count = 0
+    for combination in itertools.product(*relevant.values()):
+        point = OmegaConf.create({key: config[key] for key in (*groups, "published")})
+        for key, value in zip(relevant, combination, strict=True):
+            if key in groups:
+                OmegaConf.update(point, key, OmegaConf.load(CONFIGS / key / f"{value}.yaml"))
+            else:
+                OmegaConf.update(point, key, value)
+        count += wanted(OmegaConf.to_container(point, resolve=True, enum_to_str=True))  # pyright: ignore[reportArgumentType]
+    return others * count

@@ -6,57 +6,257 @@ Imports neither Hydra nor a plotting library, so that ranks start fast.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import resource
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
 
 import usp
 import usp.nn
 
+RUNNING = "RANK" in os.environ  # under torchrun this process is one of the ranks
+FIRST = int(os.environ.get("RANK", 0)) == 0
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+GRACE_S = 2.0  # how long after the first failure, or after the deadline, the other ranks may still report
 
-def launch(function: Callable[[dict], dict], config: dict, world: int) -> list[dict]:
-    """function(config) on `world` new processes of this machine, by PyTorch's elastic launcher; results by rank.
 
-    Processes are forked from one that has imported torch (0.5 s for 8 ranks; seconds with spawn). An exception
-    on a rank ends all of them and is raised here as a ChildFailedError.
+class PointFailed(Exception):
+    """A point that has no result. `status` is oom, crash, timeout or unsupported; `stacks` of the ranks, if it hung."""
+
+    def __init__(self, status: str, reason: str, stacks: dict[str, str] | None = None):
+        super().__init__(reason)
+        self.status, self.reason, self.stacks = status, reason, stacks or {}
+
+
+def classify(error: BaseException) -> str:
+    """The status that an exception means: a refused call is a ValueError, everywhere in this library."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+        return "oom"
+    return "unsupported" if isinstance(error, ValueError) else "crash"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Ranks as processes of this machine.
+
+
+def launch(function: Callable[[dict], dict], config: dict, world: int, timeout_s: float) -> list[dict]:
+    """function(config) on `world` new processes that form one job; the results by rank.
+
+    Processes are forked from one that has imported torch. They end when the process that started them ends, however
+    that happens. Where ranks share cores, each stays on one, and processes of the lowest priority keep every core busy:
+    a rank that outlives the others would run faster beside an idle core, and imbalance would look small.
+
+    Raises:
+        PointFailed: with what happened first. All ranks are ended. After `timeout_s` each tells where it stands.
     """
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
+        multiprocessing.set_start_method("forkserver", force=True)  # joblib's own is unknown to the ranks
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["experiments.ranks"])
+    store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+    alive, lifeline = context.Pipe(duplex=False)  # nothing is ever sent: it closes when this process ends
+    kills = _kernel_kills()
+    ranks: list[_Rank] = []
+    idle = range(CORES if world > CORES else 0)
+    fillers = [context.Process(target=_fill, args=(core, alive), daemon=True) for core in idle]
+    try:
+        for filler in fillers:
+            filler.start()
+        for rank in range(world):
+            ranks.append(_Rank(context, function, config, rank, world, store.port, timeout_s, alive))
+        return _collect(ranks, time.monotonic() + timeout_s + GRACE_S, kills)
+    finally:
+        for rank in ranks:
+            rank.end()
+        for filler in fillers:
+            filler.kill()
+            filler.join()
+        alive.close()
+        lifeline.close()
 
-    multiprocessing.set_forkserver_preload(["experiments.ranks"])
+
+class _Rank:
+    """A rank seen from the process that started it."""
+
+    def __init__(self, context, function, config: dict, rank: int, world: int, port: int, timeout_s: float, alive):
+        self.reports, reporter = context.Pipe(duplex=False)
+        self.stack, stack_writer = context.Pipe(duplex=False)
+        self.report: tuple | None = None  # ("ok", result, time) or (status, reason, time)
+        self.process = context.Process(
+            target=_work,
+            args=(function, config, rank, world, port, timeout_s, reporter, stack_writer, alive),
+            daemon=True,
+        )
+        self.process.start()
+        reporter.close()
+        stack_writer.close()
+
+    def receive(self) -> None:
+        """What the rank says; a rank that died has said so."""
+        try:
+            self.report = self.reports.recv()
+        except EOFError:
+            self.process.join(GRACE_S)
+            self.report = "died", _exit(self.process.exitcode), time.time()
+
+    def where(self) -> str:
+        """The stack that the rank wrote when its time was up."""
+        os.set_blocking(self.stack.fileno(), False)
+        text = b""
+        with suppress(BlockingIOError):
+            while part := os.read(self.stack.fileno(), 1 << 16):
+                text += part
+        return text.decode() or "no stack: the rank had not begun, or was stopped"
+
+    def end(self) -> None:
+        if self.report is not None and self.report[0] == "ok":
+            self.process.join(GRACE_S)  # it leaves by itself
+        self.process.kill()
+        self.process.join()
+        self.reports.close()
+        self.stack.close()
+
+
+def _collect(ranks: list[_Rank], deadline: float, kills: int) -> list[dict]:
+    failed = False
+    while missing := [rank for rank in ranks if rank.report is None]:
+        left = max(0.0, deadline - time.monotonic())
+        ready = multiprocessing.connection.wait([rank.reports for rank in missing], timeout=left)
+        for rank in missing:
+            if rank.reports in ready:
+                rank.receive()
+        if not ready:
+            break
+        if not failed and any(rank.report and rank.report[0] != "ok" for rank in ranks):
+            failed = True  # the others may know better what it was
+            deadline = min(deadline, time.monotonic() + GRACE_S / 4)
+    reports = {n: rank.report for n, rank in enumerate(ranks) if rank.report is not None}
+    bad = {n: report for n, report in reports.items() if report[0] != "ok"}
+    if bad:
+        # Ranks that lost a neighbour complain too: the one that died comes first, then the first to complain.
+        n = min(bad, key=lambda n: (bad[n][0] != "died", bad[n][2]))
+        status, reason, _ = bad[n]
+        if status == "died":
+            status = "oom" if _kernel_kills() > kills else "crash"
+        raise PointFailed(status, f"rank {n}: {reason}")
+    if len(reports) < len(ranks):
+        waiting = [n for n in range(len(ranks)) if n not in reports]
+        stacks = {str(n): ranks[n].where() for n in range(len(ranks))}
+        raise PointFailed("timeout", f"ranks {waiting} had no result when the time was up", stacks)
+    return [reports[n][1] for n in range(len(ranks))]
+
+
+def _exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"ended with exit code {code}"
+
+
+def _kernel_kills() -> int:
+    """How many processes this system has killed for want of memory since it started, where it says so."""
+    path = Path("/proc/vmstat")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def _work(
+    function: Callable[[dict], dict],
+    config: dict,
+    rank: int,
+    world: int,
+    port: int,
+    timeout_s: float,
+    reports: Connection,
+    stack: Connection,
+    alive: Connection,
+) -> None:
+    """A rank's life."""
+    faulthandler.dump_traceback_later(timeout_s, file=stack.fileno())
+    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
     if any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names need not resolve
-    launched = LaunchConfig(
-        run_id=f"usp-{os.getpid()}-{time.monotonic_ns()}",
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        start_method="forkserver",
-    )
-    results = elastic_launch(launched, function)(config)
-    return [results[rank] for rank in range(world)]
-
-
-@record
-def measure_and_leave(config: dict) -> dict:
-    """`measure` on a rank that was started for this point alone."""
-    measured = measure(config)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # host names need not resolve
+    try:
+        if world > CORES:
+            _stay_on(rank)
+        store = dist.TCPStore("127.0.0.1", port, world, wait_for_workers=False)
+        join(config["device"], 2 * timeout_s, store, rank, world)  # the launcher's deadline comes first
+        result = function(config)
+    except BaseException as error:
+        reports.send((classify(error), f"{type(error).__name__}: {error}", time.time()))
+        time.sleep(timeout_s)  # stay, or the others would complain about a closed connection
+        raise
+    reports.send(("ok", result, time.time()))
     leave()
-    return measured
+
+
+def _stay_on(number: int) -> None:
+    """Keep this process on one core, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number % CORES]})
+
+
+def _fill(core: int, alive: Connection) -> None:
+    """Compute attention in whatever time is left on a core."""
+    os.nice(19)
+    _stay_on(core)
+    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+    torch.set_num_threads(1)
+    x = torch.randn(1, 4, 512, 64)
+    while True:
+        F.scaled_dot_product_attention(x, x, x)
+
+
+def _end_with(alive: Connection) -> None:
+    """End this process when the one that started it has ended."""
+    with suppress(EOFError, OSError):
+        alive.recv_bytes()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------------------------------------
+# On a rank.
+
+
+def join(wanted: str, timeout_s: float, store: dist.Store | None = None, rank: int = 0, world: int = 0) -> None:
+    """Join torch.distributed: by the store, or from the environment (torchrun). Once joined, nothing.
+
+    A rank gets a device of its own if this machine has one for each of its ranks, else the CPU and one thread.
+
+    Raises:
+        ValueError: if devices are asked for and there are not enough.
+    """
+    if dist.is_initialized():
+        return
+    torch.set_num_threads(1)
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    devices = torch.cuda.device_count()
+    if wanted == "cuda" and devices < local_world:
+        raise ValueError(f"device=cuda needs {local_world} devices on this machine, which has {devices}: device=cpu")
+    own = wanted != "cpu" and devices >= local_world
+    if own:
+        torch.cuda.set_device(local_rank)
+    where = {"store": store, "rank": rank, "world_size": world} if store else {}
+    dist.init_process_group("nccl" if own else "gloo", timeout=timedelta(seconds=timeout_s), **where)
 
 
 def leave() -> None:
@@ -66,104 +266,231 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def measure(config: dict) -> dict:
-    """One point on this rank: run the attention, count and time it, hold it against float64."""
-    torch.set_num_threads(1)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=config["timeout_s"]))
-    mesh = usp.init_mesh(ring=config["mesh"]["ring"], ulysses=config["mesh"]["ulysses"], device_type="cpu")
-    tokens = usp.partition(config["seq"], mesh, config["layout"]["name"])
-    mask = usp.Mask(causal=config["causal"], window=config["window"])
-    q, k, v, dout = (usp.shard(_whole(config, n), mesh, tokens) for n in range(4))
-    q, k, v = (x.requires_grad_(config["backward"]) for x in (q, k, v))
-    attention = usp.HybridAttention(mesh, exchange=config["exchange"], backend=config["backend"])
-
-    def call() -> tuple[list[Tensor], float]:
-        """Results, and CPU seconds when forward was done."""
-        out = attention(q, k, v, tokens, mask)
-        forward_s = time.process_time()
-        grads = torch.autograd.grad(out, (q, k, v), dout) if config["backward"] else ()
-        return [out.detach(), *grads], forward_s
-
-    before_bytes = _reset_peak_memory()
-    with usp.measure_traffic() as traffic:
-        results, _ = call()
-    peak_growth_bytes = _peak_memory() - before_bytes
-    for _ in range(config["measure"]["warmup"] - 1):
-        call()
-    rank = {
-        "rank": dist.get_rank(),
-        "ring_rank": mesh.get_local_rank("ring"),
-        "ulysses_rank": mesh.get_local_rank("ulysses"),
-        "bytes": dict(traffic.bytes),
-        "messages": dict(traffic.messages),
-        "kernels": dict(traffic.kernels),
-        "peak_growth_bytes": peak_growth_bytes,
-        "error": _errors(config, results, mesh, tokens, mask) if config["measure"]["reference"] else {},
-        "cpu_s": [],
-        "forward_cpu_s": [],
-        "wall_s": [],
-        "baseline_cpu_s": [],
-    }
-    del results
-    for _ in range(config["measure"]["repeats"]):
-        # As many copies as there are cores, so that caches and clocks are shared in both halves of a round.
-        if config["measure"]["baseline"] and dist.get_rank() < (os.cpu_count() or 1):
-            rank["baseline_cpu_s"].append(_fused_on_one_process(config))
-        dist.barrier()
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
-        _, forward_s = call()
-        rank["cpu_s"].append(time.process_time() - cpu_s)
-        rank["wall_s"].append(time.perf_counter() - wall_s)
-        rank["forward_cpu_s"].append(forward_s - cpu_s)
-    return rank
-
-
-def everyone(mine: dict) -> list[dict]:
-    """What all ranks measured, for jobs whose ranks were started by somebody else (torchrun)."""
+def everyone(mine: Any) -> list:
+    """What each rank has, on all ranks of a running job."""
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     return ranks
 
 
-def _whole(config: dict, n: int) -> Tensor:
-    """The n-th of q, k, v, dout: the whole tensor, the same on every rank and every mesh."""
-    workload = config["workload"]
-    heads = workload["kv_heads"] if n in (1, 2) else workload["heads"]
-    generator = torch.Generator().manual_seed(4 * config["seed"] + n)
-    shape = workload["batch"], config["seq"], heads, workload["head_dim"]
-    return torch.randn(shape, generator=generator).to(getattr(torch, config["dtype"]))
+def told(mine: bool) -> bool:
+    """What the first rank says, on every rank of a running job."""
+    if not dist.is_initialized():
+        return mine
+    said = [mine]
+    dist.broadcast_object_list(said)
+    return said[0]
 
 
-def _errors(config: dict, results: list[Tensor], mesh, tokens: usp.Partition, mask: usp.Mask) -> dict[str, float]:
-    """Largest errors of out, dq, dk, dv against float64 on one process, relative to the largest value.
+def timed(
+    forward: Callable,
+    backward: Callable | None,
+    wait: Callable,
+    *,
+    warmup: int,
+    repeats: int,
+    before: Callable[[], None] = lambda: None,
+    probe: Callable[[], float] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of every call on this rank, after `warmup` calls that do not count.
 
-    The whole sequence, for this rank's share of the heads.
+    wall_s; cpu_s, of the whole process; compute_s, CPU time of the calling thread outside communication. Each also of
+    the forward part. All ranks start a call together, and none starts the next before all are done. A part is over when
+    `wait` has returned for its result: work may go on after a call has returned. `backward` gets forward's result.
+    `probe` is taken before and after each call, on all ranks at once; probe_s is the mean of the two.
     """
+    samples: dict[str, list[float]] = {part + clock: [] for part in ("", "forward_") for clock in CLOCKS}
+    samples["probe_s"] = []
+    for call in range(-warmup, repeats):
+        if call >= 0:
+            before()
+        dist.barrier()
+        before_s = probe() if probe else 0.0
+        dist.barrier()
+        with usp.measure_traffic() as traffic:
+            start = _clocks(traffic)
+            result = forward()
+            wait(result)
+            middle = _clocks(traffic)
+            if backward:
+                wait(backward(result))
+            end = _clocks(traffic)
+        del result
+        dist.barrier()
+        after_s = probe() if probe else 0.0
+        if call >= 0:
+            samples["probe_s"].append((before_s + after_s) / 2)
+            for part, stop in (("forward_", middle), ("", end)):
+                for clock, a, b in zip(CLOCKS, start, stop, strict=True):
+                    samples[part + clock].append(b - a)
+    return samples
+
+
+CLOCKS = ("wall_s", "cpu_s", "compute_s")
+
+
+def probe() -> float:
+    """CPU seconds of a fixed piece of work: how fast this core is just now."""
+    x = torch.ones(1, 4, 512, 64)
+    F.scaled_dot_product_attention(x, x, x)
+    start_s = time.thread_time()
+    for _ in range(4):
+        F.scaled_dot_product_attention(x, x, x)
+    return time.thread_time() - start_s
+
+
+def _clocks(traffic: usp.Traffic) -> tuple[float, float, float]:
+    return time.perf_counter(), time.process_time(), time.thread_time() - traffic.cpu_s
+
+
+def measure(config: dict) -> dict:
+    """One point on this rank: run the attention, count and time it, hold it against float64."""
+    world = dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    mesh = usp.init_mesh(ring=config["mesh"]["ring"], ulysses=config["mesh"]["ulysses"], device_type=device.type)
+    tokens = usp.partition(config["seq"], mesh, config["layout"]["name"])
+    mask = usp.Mask(causal=config["causal"], window=config["window"])
+    q, k, v, *dout = (usp.shard(_whole(config, n).to(device), mesh, tokens) for n in range(3 + config["backward"]))
+    q, k, v = (x.requires_grad_(config["backward"]) for x in (q, k, v))
+    attention = usp.HybridAttention(mesh, exchange=config["exchange"], backend=config["backend"])
+
+    def forward() -> Tensor:
+        return attention(q, k, v, tokens, mask)
+
+    def backward(out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    def wait(_) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    before_bytes = _reset_peak_memory(device)
+    with usp.measure_traffic() as traffic:
+        out = forward()
+        grads = backward(out) if config["backward"] else ()
+        wait(out)
+    peak_growth_bytes = _peak_memory(device) - before_bytes
+    results = [out.detach(), *grads]
+    own = device.type == "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", world)) <= CORES
+    rank = {
+        "rank": dist.get_rank(),
+        "ring_rank": mesh.get_local_rank("ring"),
+        "ulysses_rank": mesh.get_local_rank("ulysses"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "clock": "wall" if own else "cpu",
+        "bytes": dict(traffic.bytes),
+        "messages": dict(traffic.messages),
+        "kernels": dict(traffic.kernels),
+        "peak_growth_bytes": peak_growth_bytes,
+        "error": _errors(config, results, mesh, tokens, mask),
+        "baseline_cpu_s": [],
+    }
+    del out, grads, results
+
+    def baseline() -> None:
+        # As many copies as there are cores, so that caches and clocks are shared in both halves of a round.
+        if config["measure"]["baseline"] and dist.get_rank() < CORES:
+            rank["baseline_cpu_s"].append(_fused_on_one_process(config))
+
+    return rank | timed(
+        forward,
+        backward if config["backward"] else None,
+        wait,
+        warmup=config["measure"]["warmup"] - 1,  # the first call above is one
+        repeats=config["measure"]["repeats"],
+        before=baseline,
+        probe=None if own else probe,
+    )
+
+
+def _whole(config: dict, n: int, heads: range | None = None) -> Tensor:
+    """The n-th of q, k, v, dout over the whole sequence, all heads or some: the same on every rank and every mesh."""
+    workload = config["workload"]
+    count = workload["kv_heads"] if n in (1, 2) else workload["heads"]
+    shape = workload["batch"], config["seq"], workload["head_dim"]
+    drawn = []
+    for head in heads or range(count):
+        generator = torch.Generator().manual_seed((4 * config["seed"] + n << 16) + head)
+        drawn.append(torch.randn(shape, generator=generator))
+    return torch.stack(drawn, 2).to(getattr(torch, config["dtype"]))
+
+
+Errors = dict[str, tuple[float, float]]  # by result: the largest error, and the largest expected value
+
+
+def _errors(config: dict, results: list[Tensor], mesh, tokens: usp.Partition, mask: usp.Mask) -> Errors:
+    """Against float64 on one process; measure.reference says what is compared."""
+    if config["measure"]["reference"] == "whole":
+        return _whole_errors(config, results, mesh, tokens, mask)
+    if config["measure"]["reference"] == "rows":
+        return _row_errors(config, results, mesh, tokens)
+    return {}
+
+
+def _error(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Largest error, and largest expected value."""
+    return (found.double() - expected).abs().max().item(), expected.abs().max().item()
+
+
+def _whole_errors(config: dict, results: list[Tensor], mesh, tokens: usp.Partition, mask: usp.Mask) -> Errors:
+    """Of out, dq, dk and dv over the whole sequence, for this rank's share of the heads."""
     with torch.no_grad():
-        whole = [usp.unshard(x, mesh, tokens) for x in results]
+        whole = [usp.unshard(x, mesh, tokens).cpu() for x in results]
     world, kv_heads = dist.get_world_size(), config["workload"]["kv_heads"]
     groups = config["workload"]["heads"] // kv_heads
-    first, end = dist.get_rank() * kv_heads // world, (dist.get_rank() + 1) * kv_heads // world
-    if first == end:
+    keys = range(dist.get_rank() * kv_heads // world, (dist.get_rank() + 1) * kv_heads // world)
+    if not keys:
         return {}
-    queries, keys = slice(first * groups, end * groups), slice(first, end)
-    q, k, v, dout = (_whole(config, n)[:, :, heads].double() for n, heads in enumerate((queries, keys, keys, queries)))
+    queries = range(keys.start * groups, keys.stop * groups)
+    q, k, v, dout = (_whole(config, n, heads).double() for n, heads in enumerate((queries, keys, keys, queries)))
     q, k, v = (x.requires_grad_(config["backward"]) for x in (q, k, v))
     alone = usp.Partition(config["seq"], usp.Layout.CONTIGUOUS)
     out = usp.hybrid_attention(q, k, v, None, alone, mask=mask, backend="tiled")
     expected = [out.detach(), *(torch.autograd.grad(out, (q, k, v), dout) if config["backward"] else ())]
-    found = [x[:, :, heads] for x, heads in zip(whole, (queries, queries, keys, keys), strict=False)]
-    return {
-        name: ((x - y).abs().max() / y.abs().max()).item()
-        for name, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=False)
-    }
+    found = [x[:, :, heads.start : heads.stop] for x, heads in zip(whole, (queries, queries, keys, keys), strict=False)]
+    return {name: _error(x, y) for name, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=False)}
+
+
+ROWS = 8  # of each rank that are compared when not the whole result is
+
+
+def _row_errors(config: dict, results: list[Tensor], mesh, tokens: usp.Partition) -> Errors:
+    """Of out and dq in some of this rank's rows and heads, by a softmax over the whole sequence written out.
+
+    Ranks take turns with the KV heads, so that together they see them all.
+    """
+    at = usp.positions(mesh, tokens)[0].cpu()
+    real = (at < config["seq"]).nonzero().flatten()
+    if not len(real):
+        return {}
+    rows = real[torch.linspace(0, len(real) - 1, min(ROWS, len(real))).long()]
+    groups = config["workload"]["heads"] // config["workload"]["kv_heads"]
+    distance = at[rows, None] - torch.arange(config["seq"])
+    hidden = distance < 0 if config["causal"] else torch.zeros_like(distance, dtype=torch.bool)
+    if config["window"] is not None:
+        hidden |= distance.abs() >= config["window"]
+    pairs: dict[str, list[tuple[float, float]]] = {"out": [], "dq": []}
+    kv_heads, world = config["workload"]["kv_heads"], dist.get_world_size()
+    for kv_head in range(dist.get_rank() % kv_heads, kv_heads, world):
+        heads = range(kv_head * groups, (kv_head + 1) * groups)
+        keys, values = (_by_head(_whole(config, n, range(kv_head, kv_head + 1))) for n in (1, 2))
+        q, dout = (_by_head(_whole(config, n, heads)[:, at[rows]]) for n in (0, 3))
+        q.requires_grad_(config["backward"])
+        scores = q @ keys.mT / math.sqrt(config["workload"]["head_dim"])
+        out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
+        expected = [out.detach(), *(torch.autograd.grad(out, q, dout) if config["backward"] else ())]
+        for name, x, y in zip(pairs, results, expected, strict=False):
+            pairs[name].append(_error(_by_head(x[:, rows, heads.start : heads.stop].cpu()), y))
+    # torch's maximum of something that is not a number is not a number; Python's forgets it.
+    return {name: tuple(torch.tensor(worst).amax(0).tolist()) for name, worst in pairs.items() if worst}
+
+
+def _by_head(x: Tensor) -> Tensor:
+    return rearrange(x.double(), "b s h d -> b h s d")
 
 
 def _fused_on_one_process(config: dict) -> float:
     """CPU seconds of PyTorch's fused attention over the whole sequence, with backward if the point has it."""
-    from einops import rearrange
-
     q, k, v, dout = (rearrange(_whole(config, n), "b s h d -> b h s d") for n in range(4))
     q, k, v = (x.requires_grad_(config["backward"]) for x in (q, k, v))
     start = time.process_time()
@@ -173,16 +500,22 @@ def _fused_on_one_process(config: dict) -> float:
     return time.process_time() - start
 
 
-def _reset_peak_memory() -> int:
-    """Give free memory back and start counting the peak anew, where the system can; bytes resident now."""
-    if sys.platform == "linux":
+def _reset_peak_memory(device: torch.device) -> int:
+    """Give free memory back and start counting the peak anew, where the system can; bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-    return _peak_memory()
+    return _peak_memory(device)
 
 
-def _peak_memory() -> int:
-    """Largest resident bytes since the reset (on other systems since the start)."""
+def _peak_memory(device: torch.device) -> int:
+    """Largest bytes in use since the reset: allocated on a device, resident on a CPU (there, on systems other than
+    Linux, since the start)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":
         status = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))

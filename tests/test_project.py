@@ -23,7 +23,8 @@ HOMES = {
     "hydra": "experiments",
     "omegaconf": "experiments",
     "matplotlib": "analysis",
-    "rich": "experiments",
+    "rich": "analysis",
+    "pyarrow": "analysis",
 }
 PUBLIC = {
     "HybridAttention": "(mesh, *, scale, exchange, backend, check_ranks, return_lse)",

@@ -1,0 +1,169 @@
+"""Tables of records on the terminal."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from analysis import compare, published
+
+CLOCKS = {
+    "cpu": "Speed: calls per second of the CPU time that the slowest rank computes, outside communication: what one "
+    "device a rank would reach if links were free. Ranks share cores here, so wall time would hide imbalance. "
+    "Adjusted to equally fast cores by a fixed piece of work beside each call (records have the times as they were).",
+    "wall": "Speed: calls per second of wall time; every rank has a device or a core of its own.",
+}
+CAPTION = (
+    "Relative: to the fastest of the same length. Balance: mean over largest time of the ranks. "
+    "MB sent: by the rank that sends most. Peak: growth of memory of the rank that grows most. "
+    "Error: the largest, against float64, relative to the largest value."
+)
+
+
+def show(records: list[dict]) -> None:
+    """A table for each workload, a section for each length, each row beside its published row."""
+    console = _console()
+    groups = compare.groups(records)
+    for _, family in groupby(groups, key=lambda group: _family(group.config) + group.lines[0].record["machine"]["id"]):
+        members = list(family)
+        console.print(_table(members))
+        _print_comparison(console, members)
+        console.print()
+    for clock in sorted({record["summary"]["clock"] for record in records if record["status"] == "ok"}):
+        console.print(CLOCKS[clock], style="dim")
+    console.print(CAPTION, style="dim")
+
+
+def _console() -> Console:
+    return Console(
+        width=max(120, Console().width), highlight=False
+    )  # a narrow terminal wraps lines rather than lose figures
+
+
+def _family(config: dict) -> str:
+    workload = config["workload"]
+    return ", ".join(
+        (
+            f"{workload['heads']}/{workload['kv_heads']} heads x {workload['head_dim']}",
+            f"batch {workload['batch']}",
+            config["dtype"],
+            ("causal" if config["causal"] else "full")
+            + ("" if config["window"] is None else f" with window {config['window']}"),
+            "forward + backward" if config["backward"] else "forward",
+            *([] if config["exchange"] == "ring" else [f"exchange {config['exchange']}"]),
+            *([] if config["backend"] == "auto" else [f"backend {config['backend']}"]),
+            *([] if config["seed"] == 0 else [f"seed {config['seed']}"]),
+        )
+    )
+
+
+def _table(groups: list[compare.Group]) -> Table:
+    config = groups[0].config
+    efficiency = any("efficiency" in line.record.get("summary", {}) for group in groups for line in group.lines)
+    forward = compare.forward_alone(config)
+    good = [line.record for group in groups for line in group.lines if line.record["status"] == "ok"]
+    about = sorted({f"{r['summary']['device']}, {' + '.join(r['summary']['kernels'])}" for r in good})
+    table = Table(
+        title=f"{_family(config)} ({'; '.join(about) or 'no result'})",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("tokens", justify="right")
+    table.add_column("mesh")
+    table.add_column("layout")
+    for column in ("speed\n1/s", *(["forward\n1/s"] if forward else []), "relative"):
+        table.add_column(column, justify="right")
+    if groups[0].table:
+        table.add_column("published\n1/s", justify="right")
+        table.add_column("relative", justify="right")
+    for column in ("balance", "MB\nsent", "peak\nMiB", "error"):
+        table.add_column(column, justify="right")
+    if efficiency:
+        table.add_column("efficiency", justify="right")
+    for group in groups:
+        for line in group.lines:
+            table.add_row(*_cells(line, forward, group.table is not None, efficiency))
+        table.add_section()
+    return table
+
+
+def _cells(line: compare.Line, forward: bool, beside: bool, efficiency: bool) -> list[str]:
+    config = line.record["config"]
+    mesh = config["mesh"]
+    cells = [f"{config['seq']:,}", f"u{mesh['ulysses']}r{mesh['ring']}", config["layout"]["name"]]
+    if found := line.record.get("summary"):
+        speed = found["speed_per_s"] * line.adjusted
+        cells += [f"{speed:.2f}", *([f"{line.speed:.2f}"] if forward else []), f"{line.relative:.2f}"]
+    else:
+        cells += [line.record["status"], *([""] if forward else []), ""]
+    if beside:
+        row = line.published
+        if row is None:
+            cells += ["", ""]
+        elif row.calls_per_s is None:
+            cells += [row.status.upper(), ""]
+        else:
+            cells += [f"{row.calls_per_s:.2f}{'*' if row.doubt else ''}", f"{line.published_relative:.2f}"]
+    if not found:
+        return cells
+    cells += [
+        f"{found['balance']:.2f}",
+        f"{found['sent_bytes'] / 1e6:.2f}",
+        f"{found['peak_growth_bytes'] / 2**20:.0f}",
+        f"{max(found['errors'].values()):.1e}" if found["errors"] else "-",
+    ]
+    return [*cells, f"{found['efficiency']:.3f}"] if efficiency else cells
+
+
+def _print_comparison(console: Console, groups: list[compare.Group]) -> None:
+    if groups[0].table is None:
+        return
+    factor = groups[0].config["published"]["factor"]
+    text = f"Published: {published.TITLES[groups[0].table]}, bfloat16, {factor} times as many tokens."
+    found = [
+        f"{group.config['seq']:,} tokens {group.rank_correlation:.2f} ({len(group.pairs)} rows)"
+        for group in groups
+        if group.rank_correlation is not None
+    ]
+    console.print(text + (f" Rank correlation: {', '.join(found)}." if found else ""))
+    for doubt in sorted({line.published.doubt for group in groups for line in group.lines if line.published} - {""}):
+        console.print(f"* {doubt}")
+
+
+def listing(records: list[dict]) -> None:
+    """One line a record."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for column, justify in (
+        ("name", "left"),
+        ("point", "left"),
+        ("status", "left"),
+        ("speed 1/s", "right"),
+        ("error", "right"),
+        ("commit", "left"),
+        ("machine", "left"),
+        ("started", "left"),
+    ):
+        table.add_column(column, justify=justify, overflow="fold")  # pyright: ignore[reportArgumentType]
+    for record in records:
+        found = record.get("summary")
+        table.add_row(
+            record["config"]["name"],
+            record["point"],
+            record["status"],
+            f"{found['speed_per_s']:.2f}" if found else "",
+            f"{max(found['errors'].values()):.1e}" if found and found["errors"] else "",
+            (record["commit"] or "none")[:7] + ("+" if record["dirty"] else ""),
+            record["machine"]["id"],
+            record["started"][:19].replace("T", " "),
+        )
+    console = _console()
+    console.print(table)
+    statuses = [record["status"] for record in records]
+    counted = ", ".join(
+        f"{statuses.count(status)} {status}" for status in sorted(set(statuses), key=lambda x: (x != "ok", x))
+    )
+    console.print(f"{len(records)} records: {counted}. A + marks a commit with changes that were not committed.")
