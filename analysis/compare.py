@@ -29,6 +29,11 @@ class Group:
     table: str | None
 
     @property
+    def family(self) -> tuple[str, str]:
+        """What its points have in common with those of other lengths, and the machine."""
+        return family(self.lines[0].record), self.lines[0].record["machine"]["id"]
+
+    @property
     def config(self) -> dict:
         """Of the first point; the others differ in mesh and layout."""
         return self.lines[0].record["config"]
@@ -54,10 +59,35 @@ def ranks(values: list[float]) -> list[float]:
     return [ordered.index(value) + (ordered.count(value) + 1) / 2 for value in values]
 
 
+def family(record: dict) -> str:
+    """What points must have in common, but for the length, to be compared: a title for tables and pictures."""
+    config = record["config"]
+    workload, mesh, beside = config["workload"], config["mesh"], config["published"]
+    window = "" if config["window"] is None else f" with window {config['window']}"
+    world = mesh["ring"] * mesh["ulysses"]
+    usual = "wall" if world <= record["machine"]["cores"] else "cpu"  # a point without a result had none
+    return ", ".join(
+        (
+            f"{workload['heads']}/{workload['kv_heads']} heads x {workload['head_dim']}",
+            f"batch {workload['batch']}",
+            config["dtype"],
+            ("causal" if config["causal"] else "full") + window,
+            "forward + backward" if config["backward"] else "forward",
+            f"{world} ranks",
+            *([] if config["exchange"] == "ring" else [f"exchange {config['exchange']}"]),
+            *([] if config["backend"] == "auto" else [f"backend {config['backend']}"]),
+            *([] if config["device"] == "auto" else [f"device {config['device']}"]),
+            *([] if config["seed"] == 0 else [f"seed {config['seed']}"]),
+            *([] if beside["table"] is None else [f"beside {beside['table']} / {beside['factor']}"]),
+            f"{record.get('summary', {}).get('clock', usual)} time",
+        )
+    )
+
+
 def forward_alone(config: dict) -> bool:
     """Whether the published table of a point with backward has rates of forward alone."""
     table = config["published"]["table"]
-    return table is not None and config["backward"] and not published.rows(table)[0].backward
+    return table in published.TITLES and config["backward"] and not published.rows(table)[0].backward
 
 
 def speed(record: dict) -> float | None:
@@ -78,10 +108,9 @@ def groups(records: list[dict]) -> list[Group]:
     for record in records:
         if record["experiment"] != "attention":
             continue
-        apart = ("mesh", "layout", "measure", "timeout_s", "force", "name", "results", "run")
-        key = {name: value for name, value in record["config"].items() if name not in apart}
         machine = record["machine"]["id"]
-        members.setdefault(repr((sorted(key.items()), machine)), []).append(record)
+        key = f"{family(record)} {record['config']['seq']} {record['config']['published']['length']} {machine}"
+        members.setdefault(key, []).append(record)
         if probe_s := record.get("summary", {}).get("probe_s"):
             probes.setdefault(machine, []).append(probe_s)
     usual = {machine: median(found) for machine, found in probes.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -25,9 +26,9 @@ def speed(records: list[dict], path: Path) -> Path:
 
     Workloads with a single length are left out if there are others: the heat map has them.
     """
-    families: dict[str, list[compare.Group]] = {}
+    families: dict[tuple[str, str], list[compare.Group]] = {}
     for group in compare.groups(records):
-        families.setdefault(_workload(group.config) + group.lines[0].record["machine"]["id"], []).append(group)
+        families.setdefault(group.family, []).append(group)
     several = {name: groups for name, groups in families.items() if len(groups) > 1}
     families = several or families
     beside = any(group.table for groups in families.values() for group in groups)
@@ -38,12 +39,12 @@ def speed(records: list[dict], path: Path) -> Path:
     meshes = sorted({_mesh(record) for record in records}, reverse=True)
     layouts = [layout for layout in LAYOUTS if any(_layout(record) == layout for record in records)]
     colour = {mesh: MESHES(0.9 * n / max(1, len(meshes) - 1)) for n, mesh in enumerate(meshes)}
-    for column, groups in enumerate(families.values()):
+    for column, ((family, _), groups) in enumerate(families.items()):
         config = groups[0].config
         lines = [line for group in groups for line in group.lines]
         here = [(line.record, line.record["config"]["seq"], line.speed) for line in lines]
         _lines(grid[0][column], here, colour)
-        grid[0][column].set_title(_workload(config, "\n"), fontsize=9)
+        grid[0][column].set_title(_wrapped(family), fontsize=8)
         if beside:
             there = [
                 (line.record, line.published.length, line.published.calls_per_s) for line in lines if line.published
@@ -102,7 +103,7 @@ def heatmap(records: list[dict], path: Path, columns: int = 5) -> Path:
     beside = any(group.table for group in groups)
     meshes = max(len({_mesh(line.record) for line in group.lines}) for group in groups)
     layouts = max(len({_layout(line.record) for line in group.lines}) for group in groups)
-    panel_height, panel_width = 0.75 + 0.32 * meshes, 0.9 + 0.72 * layouts
+    panel_height, panel_width = 0.9 + 0.32 * meshes, 0.9 + 0.72 * layouts
     rows = bands * (1 + beside)
     figure, grid = plt.subplots(
         rows, columns, figsize=(0.4 + panel_width * columns, 0.7 + panel_height * rows), squeeze=False
@@ -111,7 +112,7 @@ def heatmap(records: list[dict], path: Path, columns: int = 5) -> Path:
         band, column = divmod(n, columns)
         upper = grid[band * (1 + beside)][column]
         _cells(upper, [(line.record, line.relative, _missing(line.record["status"])) for line in group.lines])
-        upper.set_title(f"{_workload(group.config)}\n{_tokens(group.config['seq'])} tokens, here", fontsize=7)
+        upper.set_title(f"{_wrapped(group.family[0])}\n{_tokens(group.config['seq'])} tokens, here", fontsize=7)
         if beside:
             lower = grid[band * (1 + beside) + 1][column]
             rows_there = [(line.record, line.published_relative, line.published) for line in group.lines]
@@ -195,9 +196,7 @@ def _tokens(count: int | None) -> str:
     return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else f"{count}"
 
 
-def _workload(config: dict, split: str = ", ") -> str:
-    workload = config["workload"]
-    return (
-        f"{workload['heads']}/{workload['kv_heads']} heads x {workload['head_dim']}, batch {workload['batch']}{split}"
-        f"{config['dtype']}, {'fwd + bwd' if config['backward'] else 'fwd'}"
-    )
+def _wrapped(family: str) -> str:
+    """The family without what the picture says elsewhere, in lines that fit a panel."""
+    parts = [part for part in family.split(", ") if not part.startswith("beside")]
+    return "\n".join(textwrap.wrap(", ".join(parts), 40))

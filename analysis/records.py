@@ -25,7 +25,9 @@ SCHEMA = 2  # of the records that this version writes and reads
 
 
 def load(*folders: Path) -> list[dict]:
-    """All records below the folders, by start time; those of another schema are left out. "path" is a record's file.
+    """All records below the folders, by start time. "path" is a record's file.
+
+    Those of another schema are left out. Of one machine's records of a point the good one stays, then the latest.
 
     Raises:
         ValueError: if a folder does not exist, or a record.json is none.
@@ -42,7 +44,12 @@ def load(*folders: Path) -> list[dict]:
                     found.append(record | {"path": str(path)})
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} is not a record: {error!r}") from None
-    return sorted(found, key=lambda record: record["started"])
+    best: dict[tuple, dict] = {}
+    for record in found:  # merging may have copied some
+        key = record["config"]["name"], record["machine"]["id"], record["point"]
+        if key not in best or _better(record, best[key]):
+            best[key] = record
+    return sorted(best.values(), key=lambda record: record["started"])
 
 
 def field(record: dict, name: str):

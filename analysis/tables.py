@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -27,9 +25,12 @@ def show(records: list[dict]) -> None:
     """A table for each workload, a section for each length, each row beside its published row."""
     console = _console()
     groups = compare.groups(records)
-    for _, family in groupby(groups, key=lambda group: _family(group.config) + group.lines[0].record["machine"]["id"]):
-        members = list(family)
-        console.print(_table(members))
+    families: dict[tuple[str, str], list[compare.Group]] = {}
+    for group in groups:
+        families.setdefault(group.family, []).append(group)
+    several = len({machine for _, machine in families}) > 1
+    for (family, machine), members in families.items():
+        console.print(_table(members, f"machine {machine}, {family}" if several else family))
         _print_comparison(console, members)
         console.print()
     for clock in sorted({record["summary"]["clock"] for record in records if record["status"] == "ok"}):
@@ -43,31 +44,14 @@ def _console() -> Console:
     )  # a narrow terminal wraps lines rather than lose figures
 
 
-def _family(config: dict) -> str:
-    workload = config["workload"]
-    return ", ".join(
-        (
-            f"{workload['heads']}/{workload['kv_heads']} heads x {workload['head_dim']}",
-            f"batch {workload['batch']}",
-            config["dtype"],
-            ("causal" if config["causal"] else "full")
-            + ("" if config["window"] is None else f" with window {config['window']}"),
-            "forward + backward" if config["backward"] else "forward",
-            *([] if config["exchange"] == "ring" else [f"exchange {config['exchange']}"]),
-            *([] if config["backend"] == "auto" else [f"backend {config['backend']}"]),
-            *([] if config["seed"] == 0 else [f"seed {config['seed']}"]),
-        )
-    )
-
-
-def _table(groups: list[compare.Group]) -> Table:
+def _table(groups: list[compare.Group], title: str) -> Table:
     config = groups[0].config
     efficiency = any("efficiency" in line.record.get("summary", {}) for group in groups for line in group.lines)
     forward = compare.forward_alone(config)
     good = [line.record for group in groups for line in group.lines if line.record["status"] == "ok"]
     about = sorted({f"{r['summary']['device']}, {' + '.join(r['summary']['kernels'])}" for r in good})
     table = Table(
-        title=f"{_family(config)} ({'; '.join(about) or 'no result'})",
+        title=f"{title}\n({'; '.join(about) or 'no result'})",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

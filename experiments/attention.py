@@ -17,7 +17,6 @@ import json
 import math
 import os
 import platform
-import secrets
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean, median
 
@@ -33,6 +32,7 @@ from analysis.records import SCHEMA
 from experiments import ranks
 from experiments.ranks import FIRST, RUNNING
 
+LIMITS = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}  # what is above is not rounding
 COMMAND = [Path(sys.executable).name, "-m", "experiments.attention", *sys.argv[1:]]
 
 
@@ -40,23 +40,23 @@ def main() -> None:
     """Run one point or a sweep; exit with 1 if a point has no result."""
     import hydra
 
-    from experiments.config import CONFIGS, Journal, entries, register
+    from experiments.config import CONFIGS, entries, journal, register
 
     register()
-    sys.argv.append(f"run={datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(2)}")
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="attention")(point)()
     ranks.leave()
-    if Journal.path is None or not FIRST:  # as with --help
+    log = journal()
+    if log is None or not FIRST:  # as with --help
         return
-    done = [entry for entry in entries(Journal.path) if "point" in entry]
-    sys.exit(report([json.loads(Path(entry["record"]).read_text()) for entry in done]))
+    done = [entry for entry in entries() if "point" in entry]
+    sys.exit(report([json.loads(Path(entry["record"]).read_text()) for entry in done], log.parent.parent))
 
 
 def point(cfg) -> None:
     """One point of a sweep: measure it unless it has been measured, keep its record, tell how it went."""
     from omegaconf import OmegaConf
 
-    from experiments.config import entries, journal, note, wanted
+    from experiments.config import entries, note, wanted
 
     config: dict = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)  # pyright: ignore[reportAssignmentType]
     if not wanted(config):
@@ -70,14 +70,16 @@ def point(cfg) -> None:
         record = measured(path, config) if FIRST else None
         if not ranks.told(record is not None):
             record = run(config, path)
-            if FIRST:
+            broken = RUNNING and record["status"] not in ("ok", "unsupported")
+            if record["status"] != "ok" and measured(path, config | {"force": False}):
+                path = path.with_name("failed.json")  # the good record stays
+            if first_to_tell(path) if broken else FIRST:
                 write(record, path)
+            if broken:
+                sys.exit(f"{line(record)}\nthese ranks cannot go on; the same command continues")
     if FIRST:
-        log = journal(config["results"], config["run"])
-        note(log, {"point": name(config), "status": record["status"], "record": str(path)})
-        progress(record, entries(log))
-    if RUNNING and record and record["status"] not in ("ok", "unsupported"):
-        sys.exit(f"{line(record)}\nthese ranks cannot go on; the same command continues")
+        note({"point": name(config), "status": record["status"], "record": str(path)})
+        progress(record, entries())
 
 
 def measured(path: Path, config: dict) -> dict | None:
@@ -92,6 +94,15 @@ def measured(path: Path, config: dict) -> dict | None:
     return record if kept else None
 
 
+def first_to_tell(path: Path) -> bool:
+    """Whether this is the first rank of a running job that failed; the others complain about what it left."""
+    try:
+        (path.parent / "failure.part").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Nobody else measures this point meanwhile. The system lets go when this process ends, however it ends."""
@@ -99,7 +110,7 @@ def claimed(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for part in folder.glob("*.part"):  # of a process that was killed while it wrote
-            part.unlink()
+            part.unlink(missing_ok=True)
         yield
 
 
@@ -115,6 +126,8 @@ def check(config: dict) -> None:
         raise ValueError(f"measure.repeats and measure.warmup are at least 1: {config['measure']}")
     if config["measure"]["baseline"] and config["window"] is not None:
         raise ValueError(f"measure.baseline=true with window={config['window']}: the fused kernel has no window")
+    if not 0 < config["timeout_s"] < math.inf:
+        raise ValueError(f"timeout_s={config['timeout_s']} is not a time to wait")
     if min(config["mesh"].values()) < 1:
         raise ValueError(f"every degree of the mesh is at least 1: {config['mesh']}")
     table, length, factor = (config["published"][key] for key in ("table", "length", "factor"))
@@ -140,6 +153,7 @@ def run(config: dict, path: Path) -> dict:
         "config": config,
         "seed": config["seed"],
         "command": COMMAND,
+        "launcher": "torchrun" if RUNNING else "own",
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(),
     }
@@ -150,7 +164,8 @@ def run(config: dict, path: Path) -> dict:
             samples = among_running(config, record, path)
         else:
             world = config["mesh"]["ring"] * config["mesh"]["ulysses"]
-            samples = ranks.launch(ranks.measure, config, world, config["timeout_s"])
+            with ranks.machine(alone=not ranks.shared(config["device"], world)):
+                samples = ranks.launch(ranks.measure, config, world, config["timeout_s"])
         record |= {"status": "ok", "ranks": samples, "summary": summary(config, samples)}
     except ranks.PointFailed as failure:
         record |= {"status": failure.status, "reason": failure.reason}
@@ -241,7 +256,7 @@ def summary(config: dict, samples: list[dict]) -> dict:
         "speed_per_s": 1 / slowest(""),
         "forward_speed_per_s": 1 / slowest("forward_"),
         "probe_s": probe,
-        "compute_s": max(median(rank["compute_s"]) for rank in samples),
+        "compute_s": max((median(rank["compute_s"]) for rank in samples if "compute_s" in rank), default=None),
         "cpu_s": max(median(rank["cpu_s"]) for rank in samples),
         "wall_s": median(max(calls) for calls in zip(*(rank["wall_s"] for rank in samples), strict=True)),
         "balance": mean(seconds("")) / max(seconds("")),
@@ -250,6 +265,9 @@ def summary(config: dict, samples: list[dict]) -> dict:
         "peak_growth_bytes": max(rank["peak_growth_bytes"] for rank in samples),
         "errors": errors(samples),
     }
+    limit = LIMITS[config["dtype"]]
+    if wrong := {result: error for result, error in found["errors"].items() if error > limit}:
+        raise ArithmeticError(f"errors against float64 are above {limit}: {wrong}")
     if config["measure"]["baseline"]:
         # In each round the one-process kernel and the ranks ran one after the other: the median of the rounds' ratios.
         kernels = [rank["baseline_cpu_s"] for rank in samples if rank["baseline_cpu_s"]]
@@ -263,16 +281,19 @@ def summary(config: dict, samples: list[dict]) -> dict:
 def errors(samples: list[dict]) -> dict[str, float]:
     """By result, the largest error of any rank over the largest value of any rank.
 
+    A result that is next to nothing, like the gradient of rows that see one key, counts as a hundredth of the largest.
+
     Raises:
         ArithmeticError: if one is not a number.
     """
-    found = {}
+    found: dict[str, tuple[float, float]] = {}
     for result in {result: None for rank in samples for result in rank["error"]}:
         pairs = [rank["error"][result] for rank in samples if result in rank["error"]]
         if not all(math.isfinite(error) for error, _ in pairs):
             raise ArithmeticError(f"{result} is wrong: its errors against float64 are {[error for error, _ in pairs]}")
-        found[result] = max(error for error, _ in pairs) / max(largest for _, largest in pairs)
-    return found
+        found[result] = max(error for error, _ in pairs), max(largest for _, largest in pairs)
+    size = max((largest for _, largest in found.values()), default=1.0)
+    return {result: error / max(largest, 0.01 * size) for result, (error, largest) in found.items()}
 
 
 def provenance() -> dict:
@@ -296,7 +317,7 @@ def provenance() -> dict:
         "dirty": bool(git("status", "--porcelain")),
         "versions": {
             "python": platform.python_version(),
-            **{package: version(package) for package in ("usp", "torch", "hydra-core")},
+            **{package: installed(package) for package in ("usp", "torch", "hydra-core")},
         },
         "machine": {
             "id": hashlib.sha256(f"{platform.node()} {model}".encode()).hexdigest()[:8],
@@ -305,6 +326,14 @@ def provenance() -> dict:
             "system": f"{platform.system()} {platform.release()}",
         },
     }
+
+
+def installed(package: str) -> str | None:
+    """Its version; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def write(record: dict, path: Path) -> None:
@@ -337,7 +366,7 @@ def progress(record: dict, log: list[dict]) -> None:
         print(text, flush=True)
 
 
-def report(records: list[dict]) -> int:
+def report(records: list[dict], folder: Path) -> int:
     """Tables on the terminal, a CSV and, for a sweep, the pictures beside the records; the exit code."""
     from analysis import records as kept
     from analysis import tables
@@ -347,7 +376,6 @@ def report(records: list[dict]) -> int:
         return 1
     tables.show(records)
     failed = [record for record in records if record["status"] != "ok"]
-    folder = Path(records[0]["config"]["results"])
     print(f"records: {folder}/*/record.json")
     print(f"table: {kept.to_csv(records, folder / 'table.csv')}")
     if sum(record["status"] == "ok" for record in records) > 1:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+import usp
 from analysis import published
 from experiments.ranks import FIRST
+from usp.ring import EXCHANGES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -26,6 +31,9 @@ LayoutName = Enum("LayoutName", ["contiguous", "zigzag", "striped"])
 Dtype = Enum("Dtype", ["float64", "float32", "bfloat16", "float16"])
 Device = Enum("Device", ["auto", "cpu", "cuda"])
 Reference = Enum("Reference", ["whole", "rows", "none"])
+Exchange = Enum("Exchange", list(EXCHANGES))
+Backend = Enum("Backend", ["auto", *usp.backends()])
+Table = Enum("Table", list(published.TITLES))
 
 
 @dataclass
@@ -59,7 +67,7 @@ class Measure:
 class Published:
     """The published table beside which the rows are set (analysis/published)."""
 
-    table: str | None = None
+    table: Table | None = None
     length: int | None = None  # its sequence length
     factor: int = 1  # what that length is divided by here
     only: bool = False  # leave out what is not in the table
@@ -79,18 +87,17 @@ class Attention:
     window: int | None = None
     dtype: Dtype = Dtype["float32"]
     backward: bool = True
-    exchange: str = "ring"
-    backend: str = "auto"
+    exchange: Exchange = Exchange["ring"]
+    backend: Backend = Backend["auto"]
     device: Device = Device["auto"]
     seed: int = 0
     timeout_s: float = 300.0  # a point that takes longer is ended, with the stack of every rank in its record
     force: bool = False  # measure again what has a good record
     name: str = "attention"
     results: str = "results/${name}"
-    run: str = ""  # which command this is part of, set by the program
 
 
-NOT_MEASURED = ("timeout_s", "force", "name", "results", "run")  # what does not change what a point is
+NOT_MEASURED = ("timeout_s", "force", "name", "results")  # what does not change what a point is
 
 
 def register() -> None:
@@ -100,20 +107,16 @@ def register() -> None:
 
 
 def scaled(length: int, factor: int) -> int:
-    """The published length divided by the factor."""
-    if factor < 1 or length % factor:
-        raise ValueError(f"published.factor={factor} does not divide published.length={length}")
-    return length // factor
+    """The published length divided by the factor; a point whose factor does not divide it is refused later."""
+    return length // max(1, factor)
 
 
 class Journal(Callback):
     """The list of a command's points beside their records, one line each, as they are done.
 
-    Points may run in other processes (launcher=joblib), so what a command has done is read from here. Hydra tells
-    its beginning, in the process that was started.
+    Points may run in other processes (launcher=joblib), so what a command has done is read from here; they find it by
+    an environment variable. Hydra tells the beginning, in the process that was started.
     """
-
-    path: Path | None = None  # of this process's command
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._begin(config, lambda: 1)
@@ -122,23 +125,30 @@ class Journal(Callback):
         self._begin(config, lambda: points(config))
 
     def _begin(self, config: DictConfig, count: Callable[[], int]) -> None:
-        Journal.path = journal(config.results, config.run)
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(2)}.jsonl"
+        os.environ[_JOURNAL] = str(Path(config.results) / "runs" / name)
         if FIRST:
-            note(Journal.path, {"points": count()})
+            note({"points": count()})
 
 
-def journal(results: str, run: str) -> Path:
-    return Path(results) / "runs" / f"{run}.jsonl"
+_JOURNAL = "USP_JOURNAL"
 
 
-def note(path: Path, entry: dict) -> None:
-    """Add a line, whole: processes may do so at the same time."""
+def journal() -> Path | None:
+    """Where the command that this process is part of keeps its list; None before it has begun."""
+    return Path(os.environ[_JOURNAL]) if _JOURNAL in os.environ else None
+
+
+def note(entry: dict) -> None:
+    """Add a line to the journal, whole: processes may do so at the same time."""
+    path = Path(os.environ[_JOURNAL])
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         file.write(json.dumps(entry).encode() + b"\n")
 
 
-def entries(path: Path) -> list[dict]:
+def entries() -> list[dict]:
+    path = Path(os.environ[_JOURNAL])
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -158,11 +168,12 @@ def points(config: DictConfig) -> int:
         values = override.sweep_string_iterator() if sweep else [override.get_value_element_as_str()]
         choices[override.get_key_element()] = list(values)
     groups = {"mesh", "workload", "layout"}
-    relevant = {key: values for key, values in choices.items() if key.split(".")[0] in groups | {"published"}}
+    read = (*groups, "published", "causal", "window")
+    relevant = {key: values for key, values in choices.items() if key.split(".")[0] in read}
     others = math.prod(len(values) for key, values in choices.items() if key not in relevant)
     count = 0
     for combination in itertools.product(*relevant.values()):
-        point = OmegaConf.create({key: config[key] for key in (*groups, "published")})
+        point = OmegaConf.create({key: config[key] for key in read})
         for key, value in zip(relevant, combination, strict=True):
             if key in groups:
                 OmegaConf.update(point, key, OmegaConf.load(CONFIGS / key / f"{value}.yaml"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -15,10 +16,11 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,8 +35,8 @@ from torch import Tensor
 import usp
 import usp.nn
 
-RUNNING = "RANK" in os.environ  # under torchrun this process is one of the ranks
-FIRST = int(os.environ.get("RANK", 0)) == 0
+RUNNING = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()  # under torchrun this process is one of the ranks
+FIRST = not RUNNING or os.environ["RANK"] == "0"
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 GRACE_S = 2.0  # how long after the first failure, or after the deadline, the other ranks may still report
 
@@ -49,7 +51,8 @@ class PointFailed(Exception):
 
 def classify(error: BaseException) -> str:
     """The status that an exception means: a refused call is a ValueError, everywhere in this library."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+    signs = "out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc"
+    if isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs):
         return "oom"
     return "unsupported" if isinstance(error, ValueError) else "crash"
 
@@ -76,7 +79,7 @@ def launch(function: Callable[[dict], dict], config: dict, world: int, timeout_s
     alive, lifeline = context.Pipe(duplex=False)  # nothing is ever sent: it closes when this process ends
     kills = _kernel_kills()
     ranks: list[_Rank] = []
-    idle = range(CORES if world > CORES else 0)
+    idle = range(CORES if shared(config["device"], world) else 0)
     fillers = [context.Process(target=_fill, args=(core, alive), daemon=True) for core in idle]
     try:
         for filler in fillers:
@@ -156,7 +159,7 @@ def _collect(ranks: list[_Rank], deadline: float, kills: int) -> list[dict]:
         n = min(bad, key=lambda n: (bad[n][0] != "died", bad[n][2]))
         status, reason, _ = bad[n]
         if status == "died":
-            status = "oom" if _kernel_kills() > kills else "crash"
+            status = "oom" if "SIGKILL" in reason and _kernel_kills() > kills else "crash"
         raise PointFailed(status, f"rank {n}: {reason}")
     if len(reports) < len(ranks):
         waiting = [n for n in range(len(ranks)) if n not in reports]
@@ -190,12 +193,13 @@ def _work(
     alive: Connection,
 ) -> None:
     """A rank's life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
     faulthandler.dump_traceback_later(timeout_s, file=stack.fileno())
     threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # host names need not resolve
     try:
-        if world > CORES:
+        if shared(config["device"], world):
             _stay_on(rank)
         store = dist.TCPStore("127.0.0.1", port, world, wait_for_workers=False)
         join(config["device"], 2 * timeout_s, store, rank, world)  # the launcher's deadline comes first
@@ -216,6 +220,7 @@ def _stay_on(number: int) -> None:
 
 def _fill(core: int, alive: Connection) -> None:
     """Compute attention in whatever time is left on a core."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(19)
     _stay_on(core)
     threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
@@ -236,6 +241,24 @@ def _end_with(alive: Connection) -> None:
 # On a rank.
 
 
+def own_devices(wanted: str, local_world: int) -> bool:
+    """Whether each of this machine's ranks gets a device of its own."""
+    return wanted != "cpu" and torch.cuda.device_count() >= max(1, local_world)
+
+
+def shared(wanted: str, world: int) -> bool:
+    """Whether `world` ranks on this machine share its cores."""
+    return world > CORES and not own_devices(wanted, world)
+
+
+@contextmanager
+def machine(alone: bool) -> Iterator[None]:
+    """This machine for one point alone, if wall time is to be measured, or with others that do not need it alone."""
+    with Path(tempfile.gettempdir(), f"usp-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
 def join(wanted: str, timeout_s: float, store: dist.Store | None = None, rank: int = 0, world: int = 0) -> None:
     """Join torch.distributed: by the store, or from the environment (torchrun). Once joined, nothing.
 
@@ -248,11 +271,11 @@ def join(wanted: str, timeout_s: float, store: dist.Store | None = None, rank: i
         return
     torch.set_num_threads(1)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    devices = torch.cuda.device_count()
-    if wanted == "cuda" and devices < local_world:
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", world)))
+    own = own_devices(wanted, local_world)
+    if wanted == "cuda" and not own:
+        devices = torch.cuda.device_count()
         raise ValueError(f"device=cuda needs {local_world} devices on this machine, which has {devices}: device=cpu")
-    own = wanted != "cpu" and devices >= local_world
     if own:
         torch.cuda.set_device(local_rank)
     where = {"store": store, "rank": rank, "world_size": world} if store else {}
@@ -372,6 +395,8 @@ def measure(config: dict) -> dict:
     peak_growth_bytes = _peak_memory(device) - before_bytes
     results = [out.detach(), *grads]
     own = device.type == "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", world)) <= CORES
+    if device.type == "cuda" and config["measure"]["baseline"]:
+        raise ValueError("measure.baseline=true compares CPU seconds, but each rank has a device: device=cpu")
     rank = {
         "rank": dist.get_rank(),
         "ring_rank": mesh.get_local_rank("ring"),
@@ -392,7 +417,7 @@ def measure(config: dict) -> dict:
         if config["measure"]["baseline"] and dist.get_rank() < CORES:
             rank["baseline_cpu_s"].append(_fused_on_one_process(config))
 
-    return rank | timed(
+    samples = timed(
         forward,
         backward if config["backward"] else None,
         wait,
@@ -401,6 +426,9 @@ def measure(config: dict) -> dict:
         before=baseline,
         probe=None if own else probe,
     )
+    if device.type == "cuda":  # what the device computes takes no CPU time
+        samples = {name: values for name, values in samples.items() if not name.endswith("compute_s")}
+    return rank | samples
 
 
 def _whole(config: dict, n: int, heads: range | None = None) -> Tensor:

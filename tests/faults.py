@@ -92,7 +92,7 @@ def pretend(config: dict) -> dict:
 
 
 def bombard(kills: int, seed: int, longest_s: float, folder: Path, *overrides: str) -> list[str]:
-    """Kill a sweep that often, each time after a random while, and let the same command continue; what happened.
+    """Kill a sweep that often, a while after it began to measure, and let the same command continue; what happened.
 
     Raises:
         AssertionError: if a record is half written, or one that was there is gone or has changed.
@@ -102,14 +102,17 @@ def bombard(kills: int, seed: int, longest_s: float, folder: Path, *overrides: s
     for n in range(kills):
         sweep = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         before = good(folder)
-        wait_s = moments.uniform(0.5, longest_s)
+        wait_s = moments.uniform(0.0, longest_s)
+        runs = len(list(folder.glob("runs/*")))
+        while sweep.poll() is None and not begun(folder, runs):
+            time.sleep(0.01)
         try:
             sweep.wait(wait_s)
             ended = f"had ended by itself with {sweep.returncode}"
         except subprocess.TimeoutExpired:
             sweep.kill()
             sweep.wait()
-            ended = f"killed after {wait_s:.1f} s"
+            ended = f"killed {wait_s:.1f} s after its first point"
         after = good(folder)
         for path, text in before.items():
             assert after.get(path) == text, f"{path} was lost"
@@ -117,10 +120,18 @@ def bombard(kills: int, seed: int, longest_s: float, folder: Path, *overrides: s
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     after = good(folder)
+    noted = [json.loads(line) for path in folder.glob("runs/*") for line in path.read_text().splitlines()]
+    assert {entry["point"] for entry in noted if "point" in entry} <= after.keys()
     leftovers = list(folder.glob("*/*.part"))
     assert not leftovers, leftovers
     log.append(f"last run to its end: {len(after)} records")
     return log
+
+
+def begun(folder: Path, runs: int) -> bool:
+    """Whether there is one more run than there were, whose points are being measured."""
+    newest = sorted(folder.glob("runs/*"))
+    return len(newest) > runs and len(newest[-1].read_text().splitlines()) > 1
 
 
 def good(folder: Path) -> dict[str, str]:
@@ -133,6 +144,12 @@ def good(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    points = (
+        "mesh=u1r2,u2r1",
+        "layout=contiguous,zigzag,striped",
+        "seq=64,128,192,256,320,384,448,512",
+        "measure=smoke",
+    )
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     with tempfile.TemporaryDirectory() as name:
-        print("\n".join(bombard(int(sys.argv[1]), seed, 12.0, Path(name), "experiment=sweep")))
+        print("\n".join(bombard(int(sys.argv[1]), seed, 5.0, Path(name), *points)))

@@ -48,6 +48,7 @@ def record(
             "backward": backward,
             "exchange": "ring",
             "backend": "auto",
+            "device": "auto",
             "seed": 0,
             "name": "test",
         },
@@ -128,8 +129,11 @@ def test_a_point_finds_its_published_row():
     assert row.calls_per_s == 111.209  # not the packed call's 117.55
     assert published.find(record(8, 1, heads=2)["config"]) is None  # 2 heads do not go on 8 ranks
     assert published.find(record(8, 1, table=None)["config"]) is None
+    assert published.find(record(8, 1, table="b100")["config"]) is None
     with pytest.raises(ValueError, match="'b100' is not one of"):
-        published.find(record(8, 1, table="b100")["config"])
+        published.rows("b100")
+    for other in ({"causal": False}, {"window": 100}):  # the published calls are causal
+        assert published.find(record(8, 1)["config"] | other) is None
 
 
 def test_doubtful_rows_are_marked():
@@ -174,6 +178,22 @@ def test_speeds_are_adjusted_to_equally_fast_cores():
     (group,) = compare.groups([quiet, disturbed, other])
     assert [line.speed for line in group.lines] == [4.0, 4.0, 4.0]
     assert [line.adjusted for line in group.lines] == [1.0, 2.0, 1.0]
+
+
+def test_what_is_not_alike_is_not_compared():
+    """Clocks, numbers of ranks, masks, seeds, tables and factors make groups of their own; published.only does not."""
+    base, wall, only = record(8, 1), record(8, 1), record(4, 2)
+    wall["summary"]["clock"] = "wall"
+    only["config"]["published"]["only"] = True
+    others = [record(8, 1) for _ in range(4)]
+    changes = {"causal": False}, {"seed": 1}, {"window": 9}, {"exchange": "all_gather"}
+    for other, change in zip(others, changes, strict=True):
+        other["config"] |= change
+    bigger = record(8, 1)
+    bigger["config"]["published"] |= {"factor": 32}
+    groups = compare.groups([base, wall, only, *others, bigger, record(4, 1), record(8, 1, table="l20_pcie")])
+    assert [len(group.lines) for group in groups] == [2, *[1] * 8]
+    assert len({group.family for group in groups}) == 9
 
 
 def test_rank_correlation_is_spearmans():
@@ -280,6 +300,8 @@ def test_merge_keeps_machines_apart_and_the_better_of_two_records(tmp_path):
         merged = kept.load(tmp_path / "all")
         found = {(x["machine"]["id"], x["point"].split("-")[0]): x["summary"]["speed_per_s"] for x in merged}
         assert found == {("here", "u8r1"): 2.0, ("here", "u4r2"): 1.0, ("there", "u8r1"): 3.0}
+    program(folders[0], "--merge", folders[0])  # copies beside the originals are not more records
+    assert len(kept.load(Path(folders[0]))) == 2
     for folder in folders:  # and nothing is taken from where it was
         assert kept.load(Path(folder))
 

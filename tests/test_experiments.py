@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -64,6 +65,9 @@ def test_every_experiment_composes(experiment):
         ("layout.name=zagzig", "zagzig"),
         ("dtype=float31", "float31"),
         ("measure.reference=all", "all"),
+        ("exchange=rnig", "rnig"),
+        ("backend=spda", "spda"),
+        ("published.table=h100", "h100"),
         ("backward=maybe", "maybe"),
         ("published.tabel=a100_pcie", "tabel"),
         ("launcher=jobslib", "jobslib"),
@@ -125,13 +129,13 @@ def test_a_sweep(tmp_path):
         assert set(summary["errors"]) == {"out", "dq", "dk", "dv"}
         assert 0 < max(summary["errors"].values()) < 5e-6
         assert f"{summary['speed_per_s']:.2f}" in text
-    assert "8/8 heads x 64, batch 1, float32, causal, forward + backward (cpu, sdpa)" in text
+    assert "8/8 heads x 64, batch 1, float32, causal, forward + backward, 2 ranks" in text
     assert "left]" not in text  # progress is for terminals
 
 
 def test_speed_is_of_the_slowest_rank():
     """CPU time where ranks share cores, in probes, wall time of whole calls where they do not."""
-    config = {"measure": {"baseline": False, "repeats": 3}}
+    config = {"measure": {"baseline": False, "repeats": 3}, "dtype": "float32"}
     base = {"device": "cpu", "kernels": {"sdpa": 1}, "bytes": {"ring": 5, "control": 100}, "messages": {"ring": 1}}
     base |= {"peak_growth_bytes": 1, "error": {}, "cpu_s": [9.0] * 3, "probe_s": [0.1] * 3}
     base |= {"forward_compute_s": [1.0] * 3, "forward_wall_s": [1.0] * 3}
@@ -145,6 +149,42 @@ def test_speed_is_of_the_slowest_rank():
     assert attention.summary(config, [disturbed | {"clock": "cpu"}, slow | {"clock": "cpu"}])["balance"] == 0.75
     alone = attention.summary(config, [rank | {"clock": "wall", "probe_s": []} for rank in (fast, slow)])
     assert alone["speed_per_s"] == 1 / 4.0  # calls took 4, 5 and 4 seconds
+
+
+def test_a_wrong_result_is_no_result():
+    """However fast: an error that no rounding explains fails the point."""
+    config = {"measure": {"baseline": False, "repeats": 1}, "dtype": "bfloat16"}
+    times = {key: [1.0] for key in ("wall_s", "forward_wall_s", "cpu_s", "compute_s")}
+    rank = {
+        "clock": "wall",
+        "device": "cpu",
+        "kernels": {},
+        "bytes": {},
+        "messages": {},
+        "peak_growth_bytes": 0,
+    } | times
+    assert attention.summary(config, [rank | {"error": {"out": (0.01, 1.0)}}])["errors"] == {"out": 0.01}
+    with pytest.raises(ArithmeticError, match=r"above 0\.05"):
+        attention.summary(config, [rank | {"error": {"out": (0.1, 1.0)}}])
+
+
+def test_wall_time_is_measured_alone():
+    """Points side by side that would share the machine wait for each other; those in CPU time do not."""
+    entered = []
+
+    def point(alone: bool) -> None:
+        with ranks.machine(alone):
+            entered.append(alone)
+
+    with ranks.machine(alone=False):
+        shared, alone = (threading.Thread(target=point, args=(x,)) for x in (False, True))
+        shared.start()
+        shared.join(10)
+        alone.start()
+        alone.join(0.3)
+        assert entered == [False]
+    alone.join(10)
+    assert entered == [False, True]
 
 
 @pytest.mark.parametrize("reference", ["whole", "rows"])
@@ -162,6 +202,8 @@ def test_a_result_that_is_not_a_number_fails_its_point():
     """NaN compares with nothing: a maximum would lose it. Ranks without results do not count."""
     ranks_good = [{"error": {"out": (1e-7, 2.0)}}, {"error": {}}, {"error": {"out": (3e-7, 3.0)}}]
     assert attention.errors(ranks_good) == {"out": 3e-7 / 3.0}
+    nothing = {"error": {"out": (1e-7, 2.0), "dq": (1e-8, 0.0)}}  # one key a row: no gradient, and nothing to divide by
+    assert attention.errors([nothing])["dq"] == 1e-8 / 0.02
     with pytest.raises(ArithmeticError, match=r"out is wrong.*nan"):
         attention.errors([{"error": {"out": (float("nan"), 2.0)}}, *ranks_good])
 
@@ -173,7 +215,7 @@ def test_a_result_that_is_not_a_number_fails_its_point():
         ({"measure.warmup": 0}, "measure.repeats and measure.warmup are at least 1"),
         ({"window": 4, "measure.baseline": True}, "measure.baseline=true with window=4"),
         ({"mesh.ring": 0}, "every degree of the mesh is at least 1"),
-        ({"published.table": "h100"}, "published.table='h100' is not one of"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0 is not a time to wait"),
         ({"published.table": "a100_pcie", "published.length": 8000}, "seq=4096 is not published.length=8000"),
         ({"published.length": 4096}, "published.length and published.only need a published.table"),
         ({"published.table": "a100_nvlink_backward", "backward": False}, "has rates of forward + backward"),
@@ -195,18 +237,20 @@ def test_a_refused_point_is_a_record(tmp_path):
     assert [record["status"] for record in records(tmp_path)] == ["unsupported"]
 
 
-def test_a_length_is_scaled_by_a_factor_that_divides_it():
+@pytest.mark.parametrize("factor", [3, 0])
+def test_a_length_is_scaled_by_a_factor_that_divides_it(factor):
+    """Any other makes a point that is refused, not a sweep that stops."""
     assert scaled(131072, 16) == 8192
-    for factor in (3, 0):
-        with pytest.raises(ValueError, match=rf"published\.factor={factor} does not divide published\.length=512"):
-            scaled(512, factor)
+    config = plain(composed("experiment=usp_gqa", "published.length=32768", f"published.factor={factor}"))
+    with pytest.raises(ValueError, match=f"published.length=32768 / published.factor={factor}"):
+        attention.check(config)
 
 
 def test_points_have_names_of_their_own():
     """Where and how long a record is kept does not make another point."""
     base = plain(composed())
     assert attention.name(base) != attention.name(plain(composed("seed=1")))
-    for same in ("results=elsewhere", "force=true", "timeout_s=9", "name=x", "run=y"):
+    for same in ("results=elsewhere", "force=true", "timeout_s=9", "name=x", "published.only=true"):
         assert attention.name(base) == attention.name(plain(composed(same)))
 
 
@@ -247,13 +291,17 @@ def test_the_same_command_runs_what_is_missing_or_failed(tmp_path):
     run(*command[2:], "mesh=u1r1", "force=true")
     third = {record["point"]: record for record in records(tmp_path)}
     assert third[kept]["started"] > second[kept]["started"]
+    run(*command[2:], "mesh=u1r2", "force=true", "timeout_s=0.001", code=1)  # too short, and no loss
+    fourth = {record["point"]: record for record in records(tmp_path)}
+    assert fourth == third
+    assert json.loads(next(tmp_path.glob("*/failed.json")).read_text())["status"] != "ok"
     assert third[lost] == second[lost]
 
 
 def test_a_sweep_that_is_killed_again_and_again(tmp_path):
     """kill -9 loses the point that runs and nothing else. Longer: python -m tests.faults 20"""
     small = ("mesh=u1r2,u2r1", "layout=contiguous,zigzag", "seq=64,128", *SMALL[:3])
-    log = faults.bombard(2, 1, 7.0, tmp_path, *small)
+    log = faults.bombard(2, 1, 2.0, tmp_path, *small)
     assert log[-1] == "last run to its end: 8 records"
 
 
@@ -275,7 +323,7 @@ def test_two_sweeps_at_once(tmp_path):
 
 def test_points_side_by_side(tmp_path):
     """Under joblib points run in other processes; the command that started them still reports them all."""
-    text = run("-m", "launcher=joblib", "mesh=u1r2,u2r1", "seq=64,128", f"results={tmp_path}", *SMALL[:3])
+    text = run("mesh=u1r2,u2r1", "seq=64,128", f"results={tmp_path}", *SMALL[:3], "launcher=joblib", "-m")
     assert len(records(tmp_path)) == 4
     assert text.count("u1r2") == text.count("u2r1") == 2
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 5
@@ -336,6 +384,13 @@ def test_the_first_failure_is_the_one_that_is_told(function, status, reason):
     assert time.monotonic() - start_s < 20
     results = ranks.launch(faults.rank_and_world, {"device": "cpu", "n": 5}, 4, 60.0)
     assert results == [{"rank": rank, "world": 4, "config": {"device": "cpu", "n": 5}} for rank in range(4)]
+
+
+def test_what_is_want_of_memory():
+    for error in (MemoryError(), RuntimeError("CUDA error: out of memory"), RuntimeError("std::bad_alloc")):
+        assert ranks.classify(error) == "oom"
+    assert ranks.classify(RuntimeError("no")) == "crash"
+    assert ranks.classify(ValueError("refused")) == "unsupported"
 
 
 def test_a_hang_is_ended_with_every_stack():
@@ -411,6 +466,25 @@ def test_ranks_that_torchrun_started(tmp_path):
     assert len(list((tmp_path / "x/runs").iterdir())) == 2  # of the first rank alone
 
 
+def test_a_rank_that_fails_under_torchrun_is_the_one_that_is_told(tmp_path):
+    """Rank 1 wants too much memory; rank 0 only loses its neighbour."""
+    script = tmp_path / "short.py"
+    script.write_text(
+        "import os\nfrom experiments import attention, ranks\n"
+        "measure = ranks.measure\n"
+        "def short(config):\n"
+        "    if os.environ['RANK'] == '1':\n        raise MemoryError('a test')\n"
+        "    return measure(config)\n"
+        "ranks.measure = short\nattention.main()\n"
+    )
+    command = [sys.executable, "-m", *TORCHRUN[:-1], str(script), "mesh=u1r2", f"results={tmp_path}/x", *SMALL]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
+    assert result.returncode == 1
+    (record,) = records(tmp_path / "x")
+    assert (record["status"], record["reason"]) == ("oom", "MemoryError: a test")
+
+
 def test_a_hang_under_torchrun(tmp_path):
     """Every rank's stack is in the record, and the job ends."""
     text = run("mesh=u1r2", "timeout_s=1", "seq=16384", f"results={tmp_path}", launcher=TORCHRUN, code=1, timeout_s=60)
@@ -423,7 +497,7 @@ def test_a_hang_under_torchrun(tmp_path):
 # ---------------------------------------------------------------------------------------------------
 # Time.
 
-SECONDS = {"device": "cpu", "measure": {"warmup": 1, "repeats": 5, "baseline": False}}
+SECONDS = {"device": "cpu", "dtype": "float32", "measure": {"warmup": 1, "repeats": 5, "baseline": False}}
 
 
 def reported(**seconds: float) -> dict:
@@ -451,7 +525,9 @@ def test_the_first_call_does_not_count():
 def test_the_device_check_goes_through_on_a_cpu_without_hydra(tmp_path):
     code = (
         "import sys\nsys.modules |= dict.fromkeys(('hydra', 'omegaconf', 'rich', 'matplotlib'))\n"
-        "from experiments import device_check\n"
+        "from experiments import attention, device_check\n"
+        "def version(package):\n    raise attention.PackageNotFoundError(package)\n"
+        "attention.version = version\n"  # only a copy of the repository, nothing installed
         f"sys.argv = ['device_check', '--dry-run', '--results', {str(tmp_path)!r}]\ndevice_check.main()\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -72,12 +72,12 @@ def _row(line: dict[str, str]) -> Row:
 
 
 def find(config: dict) -> Row | None:
-    """The published row of this point's workload, length, mesh and layout; None if there is none.
+    """The published row of this point's workload, length, mesh and layout; None if there is none or the mask differs.
 
     A table of forward rates also has the row of a point with backward: the point's forward part is set beside it.
     """
     published = config["published"]
-    if published["table"] is None:
+    if published["table"] not in TITLES or not config["causal"] or config["window"] is not None:
         return None
     workload, mesh = config["workload"], config["mesh"]
     wanted = {
