@@ -39,12 +39,12 @@ def speed(records: list[dict], path: Path) -> Path:
     meshes = sorted({_mesh(record) for record in records}, reverse=True)
     layouts = [layout for layout in LAYOUTS if any(_layout(record) == layout for record in records)]
     colour = {mesh: MESHES(0.9 * n / max(1, len(meshes) - 1)) for n, mesh in enumerate(meshes)}
-    for column, ((family, _), groups) in enumerate(families.items()):
+    for column, groups in enumerate(families.values()):
         config = groups[0].config
         lines = [line for group in groups for line in group.lines]
         here = [(line.record, line.record["config"]["seq"], line.speed) for line in lines]
         _lines(grid[0][column], here, colour)
-        grid[0][column].set_title(_wrapped(family), fontsize=8)
+        grid[0][column].set_title(_wrapped(groups[0]), fontsize=8)
         if beside:
             there = [
                 (line.record, line.published.length, line.published.calls_per_s) for line in lines if line.published
@@ -112,7 +112,7 @@ def heatmap(records: list[dict], path: Path, columns: int = 5) -> Path:
         band, column = divmod(n, columns)
         upper = grid[band * (1 + beside)][column]
         _cells(upper, [(line.record, line.relative, _missing(line.record["status"])) for line in group.lines])
-        upper.set_title(f"{_wrapped(group.family[0])}\n{_tokens(group.config['seq'])} tokens, here", fontsize=7)
+        upper.set_title(f"{_wrapped(group)}\n{_tokens(group.config['seq'])} tokens, here", fontsize=7)
         if beside:
             lower = grid[band * (1 + beside) + 1][column]
             rows_there = [(line.record, line.published_relative, line.published) for line in group.lines]
@@ -196,7 +196,9 @@ def _tokens(count: int | None) -> str:
     return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else f"{count}"
 
 
-def _wrapped(family: str) -> str:
-    """The family without what the picture says elsewhere, in lines that fit a panel."""
-    parts = [part for part in family.split(", ") if not part.startswith("beside")]
+def _wrapped(group: compare.Group) -> str:
+    """What is compared, without what the picture says elsewhere, in lines that fit a panel."""
+    parts = [part for part in group.family[0].split(", ") if not part.startswith(("beside", "cpu time"))]
+    if compare.forward_alone(group.config):
+        parts[parts.index("forward + backward")] = "forward part"
     return "\n".join(textwrap.wrap(", ".join(parts), 40))
