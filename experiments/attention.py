@@ -71,10 +71,8 @@ def point(cfg) -> None:
         if not ranks.told(record is not None):
             record = run(config, path)
             broken = RUNNING and record["status"] not in ("ok", "unsupported")
-            if record["status"] != "ok" and measured(path, config | {"force": False}):
-                path = path.with_name("failed.json")  # the good record stays
             if first_to_tell(path) if broken else FIRST:
-                write(record, path)
+                path = keep(record, path)
             if broken:
                 sys.exit(f"{line(record)}\nthese ranks cannot go on; the same command continues")
     if FIRST:
@@ -92,6 +90,14 @@ def measured(path: Path, config: dict) -> dict | None:
     except (ValueError, KeyError, TypeError):  # somebody's editor
         return None
     return record if kept else None
+
+
+def keep(record: dict, path: Path) -> Path:
+    """Write the record of a point; beside its good record, which stays, if this one has no result. Where it is."""
+    if record["status"] != "ok" and measured(path, record["config"] | {"force": False}):
+        path = path.with_name("failed.json")
+    write(record, path)
+    return path
 
 
 def first_to_tell(path: Path) -> bool:
@@ -187,7 +193,7 @@ def among_running(config: dict, record: dict, path: Path) -> list[dict]:
         stacks = {file.suffixes[0][1:]: file.read_text() for file in sorted(path.parent.glob("stack.*.part"))}
         late = {"status": "timeout", "reason": "not all ranks had a result when the time was up", "stacks": stacks}
         late["seconds"] = config["timeout_s"]
-        write(record | late, path)
+        keep(record | late, path)
         print(
             f"{line(record | late)}\nthese ranks cannot go on; the same command continues", file=sys.stderr, flush=True
         )
@@ -243,9 +249,10 @@ def summary(config: dict, samples: list[dict]) -> dict:
         return [median(work_s / probe_s for work_s, probe_s in rank) * probe for rank in calls]
 
     def slowest(part: str) -> float:
-        """Of a call; ranks wait for each other within calls, so wall time is that of the slowest in each."""
-        if clock == "cpu":
-            return max(seconds(part))
+        return max(seconds(part)) if clock == "cpu" else wall(part)
+
+    def wall(part: str) -> float:
+        """Of a call; ranks wait for each other within calls, so it is that of the slowest in each."""
         return median(max(calls) for calls in zip(*(rank[f"{part}wall_s"] for rank in samples), strict=True))
 
     probe = median(probe_s for rank in samples for probe_s in rank["probe_s"]) if clock == "cpu" else None
@@ -258,7 +265,7 @@ def summary(config: dict, samples: list[dict]) -> dict:
         "probe_s": probe,
         "compute_s": max((median(rank["compute_s"]) for rank in samples if "compute_s" in rank), default=None),
         "cpu_s": max(median(rank["cpu_s"]) for rank in samples),
-        "wall_s": median(max(calls) for calls in zip(*(rank["wall_s"] for rank in samples), strict=True)),
+        "wall_s": wall(""),
         "balance": mean(seconds("")) / max(seconds("")),
         "sent_bytes": max(sum(n for kind, n in rank["bytes"].items() if kind != "control") for rank in samples),
         "messages": max(sum(n for kind, n in rank["messages"].items() if kind != "control") for rank in samples),
