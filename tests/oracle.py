@@ -38,6 +38,13 @@ def visible(mask: Mask, queries: Partition, keys: Partition, row: int) -> Tensor
         for (a, b), (c, d) in zip(spans, key_spans, strict=True):
             together |= (i >= a) & (i < b) & (j >= c) & (j < d)
         seen &= together
+    if mask.regions is not None:
+        for queries_span, keys_span, low, high in mask.regions[row if len(mask.regions) > 1 else 0]:
+            (a, b), (c, d) = queries_span, keys_span
+            shown = (i >= a) & (i < b) & (j >= c) & (j < d)
+            shown &= torch.ones_like(shown) if low is None else j - i >= low
+            shown &= torch.ones_like(shown) if high is None else j - i <= high
+            seen |= shown
     return seen
 
 

@@ -29,8 +29,9 @@ HOMES = {
 PUBLIC = {
     "HybridAttention": "(mesh, *, scale, exchange, backend, check_ranks, return_lse)",
     "Layout": None,
-    "Mask": "(causal, window, documents, key_documents)",
+    "Mask": "(causal, window, documents, key_documents, regions)",
     "Partition": "(seq, layout, ring, ulysses, start, owners)",
+    "Region": "(queries, keys, low, high)",
     "Traffic": None,
     "backends": "()",
     "heads_to_sequence": "(x, mesh)",

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from usp.comm import measure_traffic as measure_traffic
     from usp.kernels import backends as backends
     from usp.masks import Mask as Mask
+    from usp.masks import Region as Region
     from usp.merging import merge as merge
     from usp.mesh import init_mesh as init_mesh
     from usp.nn import HybridAttention as HybridAttention
@@ -27,6 +28,7 @@ _HOMES = {
     "Layout": "partitions",
     "Mask": "masks",
     "Partition": "partitions",
+    "Region": "masks",
     "Traffic": "comm",
     "backends": "kernels",
     "heads_to_sequence": "ulysses",

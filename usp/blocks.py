@@ -22,7 +22,7 @@ seen from the bottom right: low = columns - rows. What a causal or edge rectangl
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
@@ -89,7 +89,7 @@ def blocks(mask: Mask, queries: Partition, rank: int, keys: Partition, source: i
     batch_rows(mask, queries, keys)
     q_runs, k_runs = queries.runs(rank, row), keys.runs(source, row)
     found: list[Block] = []
-    for region in mask.regions(row):
+    for region in mask.disjoint_regions(row):
         found += _joined(_rectangles(region, q_runs, queries.span(row), k_runs, keys.span(row)))
     return tuple(sorted(found, key=lambda block: (block.q.start, block.k.start)))
 
@@ -98,19 +98,19 @@ def batch_rows(mask: Mask, queries: Partition, keys: Partition) -> int:
     """Batch rows whose blocks may differ; 1 if the whole batch is alike.
 
     Raises:
-        ValueError: if mask and starts speak of different numbers of rows, one of the partitions is striped over
-            several ranks and the other is not, or a causal mask meets queries and keys of other lengths whose
-            starts are not told apart.
+        ValueError: if mask and starts speak of different numbers of rows, only one of the partitions is striped
+            over several ranks and the mask has an order, or a causal mask meets queries and keys of other
+            lengths whose starts are not told apart.
     """
     counts = {"mask": mask.rows, "queries' start": len(queries.starts), "keys' start": len(keys.starts)}
     several = {name: count for name, count in counts.items() if count > 1}
     if len(set(several.values())) > 1:
         raise ValueError(f"batch rows differ: {several}; each must be one for all or one a batch row")
     striped = [tokens.layout == Layout.STRIPED and tokens.ring > 1 for tokens in (queries, keys)]
-    if striped[0] != striped[1]:
+    if striped[0] != striped[1] and mask.ordered:
         raise ValueError(
-            f"queries are {queries.layout} and keys are {keys.layout} over {queries.ring} ring ranks: "
-            "striped shards meet only striped shards; use one layout for both"
+            f"queries are {queries.layout} and keys are {keys.layout} over {queries.ring} ring ranks: under a mask "
+            "with an order (causal, window) striped shards meet only striped shards; use one layout for both"
         )
     rows, start = max(counts.values()), keys.span()[0]
     alike = all(queries.span(row)[0] == keys.span(row)[0] for row in range(rows))
@@ -123,18 +123,44 @@ def batch_rows(mask: Mask, queries: Partition, keys: Partition) -> int:
     return rows
 
 
-def needed(mask: Mask, queries: Partition, keys: Partition) -> tuple[tuple[bool, ...], ...]:
-    """[rank][source]: has this ring rank work, in any batch row, with that one's keys?"""
-    found = [[False] * queries.ring for _ in range(queries.ring)]
+Columns = tuple[range, ...]  # of a source's keys: not empty, increasing, apart from each other
+
+
+def needed(mask: Mask, queries: Partition, keys: Partition) -> tuple[tuple[Columns, ...], ...]:
+    """[rank][source]: which of that ring rank's keys this one sees, in any batch row."""
+    found: list[list[list[range]]] = [[[] for _ in range(queries.ring)] for _ in range(queries.ring)]
     for row in range(batch_rows(mask, queries, keys)):
-        for region in mask.regions(row):
+        for region in mask.disjoint_regions(row):
             holders = list(_holders(keys, row, region.keys))
             for rank, q_runs in _holders(queries, row, region.queries):
                 for source, k_runs in holders:
-                    if not found[rank][source]:
-                        rectangles = _rectangles(region, q_runs, queries.span(row), k_runs, keys.span(row))
-                        found[rank][source] = next(rectangles, None) is not None
-    return tuple(tuple(x) for x in found)
+                    rectangles = _rectangles(region, q_runs, queries.span(row), k_runs, keys.span(row))
+                    found[rank][source] += [block.k for block in rectangles]
+    return tuple(tuple(_union(columns) for columns in row) for row in found)
+
+
+def carried(need: Sequence[Sequence[Columns]]) -> tuple[Columns, ...]:
+    """[source]: which of its keys leave home, in one message: those that any other rank sees."""
+    ranks = range(len(need))
+    return tuple(_union(x for rank in ranks if rank != source for x in need[rank][source]) for source in ranks)
+
+
+def in_message(block: Block, columns: Columns) -> Block:
+    """The block, with its keys counted in a message that holds only these columns."""
+    before = sum(len(x) for x in columns if x.stop <= block.k.start)
+    (here,) = (x for x in columns if x.start <= block.k.start < x.stop)
+    first = before + block.k.start - here.start
+    return block._replace(k=range(first, first + len(block.k)))
+
+
+def _union(ranges: Iterable[range]) -> Columns:
+    found: list[range] = []
+    for x in sorted(ranges, key=lambda x: x.start):
+        if found and x.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, x.stop))
+        else:
+            found.append(x)
+    return tuple(found)
 
 
 def _holders(tokens: Partition, row: int, span: Span) -> Iterator[tuple[int, tuple[Run, ...]]]:
@@ -253,8 +279,8 @@ def ring_order(ring: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple((source + step) % ring for step in range(ring)) for source in range(ring))
 
 
-def schedule(need: Sequence[Sequence[bool]], order: Sequence[Sequence[int]]) -> Visits:
-    """[source]: the (rank, step) visits of its keys, itself at step 0, then only ranks that need them.
+def schedule(need: Sequence[Sequence[object]], order: Sequence[Sequence[int]]) -> Visits:
+    """[source]: the (rank, step) visits of its keys, itself at step 0, then only ranks that need (something of) them.
 
     Keys go from one visitor directly to the next. Any order works in which no two sources are due at
     one rank in one step: single ring, double ring (inner before outer) and bidirectional ring are

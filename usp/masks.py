@@ -1,11 +1,39 @@
-"""What a query may see: causality, windows and documents, in global positions."""
+"""What a query may see: causality, windows, documents and regions, in global positions.
+
+Note [Regions]
+~~~~~~~~~~~~~~
+A region is a rectangle of queries x keys with a band, `low <= key position - query position <= high`. What
+causal, window and documents say is one region, or one a document. `Mask(regions=)` adds more of them:
+
+    prefix of 3, causal after it           images at 2 to 5 and 8 to 10         documents 0 to 4 and 4 to 10,
+                                           in causal text                       both of which see 0 to 2
+    # # # . . . . .                        # . . . . . . . . .                  # . . . . . . . . .
+    # # # . . . . .                        # # . . . . . . . .                  # # . . . . . . . .
+    # # # . . . . .                        # # # # # . . . . .                  # # # . . . . . . .
+    # # # # . . . .                        # # # # # . . . . .                  # # # # . . . . . .
+    # # # # # . . .                        # # # # # . . . . .                  # # . . # . . . . .
+    # # # # # # . .                        # # # # # # . . . .                  # # . . # # . . . .
+    # # # # # # # .                        # # # # # # # . . .                  # # . . # # # . . .
+    # # # # # # # #                        # # # # # # # # # #                  # # . . # # # # . .
+
+    Mask(True, regions=[[                  Mask(True, regions=[[                Mask(True,
+        Region((0, 3), (0, 3)),                Region((2, 5), (2, 5)),              documents=[[(0, 4), (4, 10)]],
+    ]])                                        Region((8, 10), (8, 10)),            regions=[[
+                                           ]])                                          Region((4, 10), (0, 2))]])
+
+Chunked attention is documents of the chunk's length; attention sinks beside a window of w are
+`Mask(True, w, regions=[[Region((0, seq), (0, sinks), high=0)]])`. Regions may overlap each other and the rest: what
+several of them show counts once, because a region less another is again regions (at most six).
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
 
 Span = tuple[int, int]
 Rows = tuple[tuple[Span, ...], ...]
@@ -14,12 +42,12 @@ EVERYWHERE: Span = (-(1 << 62), 1 << 62)
 
 
 class Region(NamedTuple):
-    """Queries x keys with `low <= key position - query position <= high`; None is open."""
+    """Spans (first, end) of queries x keys with `low <= key position - query position <= high`; None is open."""
 
     queries: Span
     keys: Span
-    low: int | None
-    high: int | None
+    low: int | None = None
+    high: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,18 +61,21 @@ class Mask:
         documents: per batch row, or one row for all, increasing disjoint spans (first, end). Tokens see
             only their own document; tokens outside all documents are padding.
         key_documents: for keys that are another sequence: the n-th query span sees the n-th of these.
+        regions: per batch row, or one row for all, what is visible besides: a query sees a key if causal,
+            window and documents say so, or if a region does. See Note [Regions] for the usual ones.
 
     Padding rows have out 0, lse -inf and zero gradient.
 
     Raises:
-        ValueError: for a window below 1, spans that overlap or decrease, or key documents that do not
-            pair up with documents.
+        ValueError: for a window below 1, spans that are empty, overlap or decrease, key documents that do
+            not pair up with documents, or documents and regions of different numbers of batch rows.
     """
 
     causal: bool
     window: int | None = None
     documents: Rows | None = None
     key_documents: Rows | None = None
+    regions: tuple[tuple[Region, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -59,11 +90,16 @@ class Mask:
                 raise ValueError(
                     f"documents has {spans} spans a row and key_documents {key_spans}: they pair up one to one"
                 )
+        if self.regions is not None:
+            object.__setattr__(self, "regions", _checked_regions(self.regions))
+        counts = {name: len(getattr(self, name) or ((),)) for name in ("documents", "regions")}
+        if len({count for count in counts.values() if count > 1}) > 1:
+            raise ValueError(f"batch rows differ: {counts}; each must be one for all or one a batch row")
 
     @property
     def rows(self) -> int:
         """Batch rows that the mask tells apart; 1 if all rows are alike."""
-        return len(self.documents) if self.documents is not None else 1
+        return max(len(self.documents or ((),)), len(self.regions or ((),)))
 
     @classmethod
     def packed(
@@ -73,15 +109,11 @@ class Mask:
 
         Empty documents are allowed and vanish; what follows the last one is padding.
         """
-        flat = all(not isinstance(x, Iterable) or getattr(x, "ndim", 1) == 0 for x in lengths)
-        rows = [lengths] if flat else lengths
-        documents = []
-        for row in ([int(x) for x in row] for row in rows):  # pyright: ignore
+        rows = _integers("lengths", lengths)
+        for row in rows:
             if min(row, default=0) < 0:
                 raise ValueError(f"lengths {row}: a document's length is at least 0")
-            ends = list(accumulate(row))
-            documents.append(tuple((end - length, end) for end, length in zip(ends, row, strict=True) if length))
-        return cls(causal=causal, window=window, documents=tuple(documents))
+        return cls.from_cu_seqlens([[0, *accumulate(row)] for row in rows], causal=causal, window=window)
 
     @classmethod
     def padded(
@@ -90,22 +122,248 @@ class Mask:
         """One document a batch row, padded to `seq` on the "right" or the "left"."""
         if side not in ("left", "right"):
             raise ValueError(f"side={side!r} is neither 'left' nor 'right'")
-        if any(not 0 <= length <= seq for length in lengths):
-            raise ValueError(f"lengths {list(lengths)} are not all between 0 and seq={seq}")
-        spans = [(seq - length, seq) if side == "left" else (0, length) for length in lengths]
+        (row,) = _integers("lengths", lengths)
+        if any(not 0 <= length <= seq for length in row):
+            raise ValueError(f"lengths {row} are not all between 0 and seq={seq}")
+        spans = [(seq - length, seq) if side == "left" else (0, length) for length in row]
         return cls(causal=causal, window=window, documents=tuple((x,) if x[0] < x[1] else () for x in spans))
 
-    def regions(self, row: int = 0) -> tuple[Region, ...]:
-        """The mask of a batch row as disjoint regions."""
-        high = 0 if self.causal else None
-        low = None
-        if self.window is not None:
-            low, high = 1 - self.window, 0 if self.causal else self.window - 1
-        if self.documents is None:
-            return (Region(EVERYWHERE, EVERYWHERE, low, high),)
-        row = row if self.rows > 1 else 0
-        keys = self.documents[row] if self.key_documents is None else self.key_documents[row]
-        return tuple(Region(q, k, low, high) for q, k in zip(self.documents[row], keys, strict=True))
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: Sequence[int] | Sequence[Sequence[int]],
+        key_cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        causal: bool,
+        window: int | None = None,
+    ) -> Mask:
+        """Packed documents by their cumulative lengths, as varlen kernels take them: 0, end of the first, ...
+
+        Args:
+            cu_seqlens: for all rows, or a list a row; a tensor or integers. A repeated entry is an empty document.
+            key_cu_seqlens: where the keys are another packed sequence: the n-th query document sees the n-th key
+                document. Causal and window then count from the ends of both (bottom right, as FlashAttention
+                since 2.1): the last query sees the last key.
+
+        Raises:
+            ValueError: for entries that do not begin with 0 or decrease, or numbers of documents that differ.
+        """
+        offsets = _offsets("cu_seqlens", cu_seqlens)
+        if key_cu_seqlens is None:
+            rows = tuple(tuple(x for x in pairwise(row) if x[0] < x[1]) for row in offsets)
+            return cls(causal=causal, window=window, documents=rows)
+        key_offsets = _offsets("key_cu_seqlens", key_cu_seqlens)
+        counts, key_counts = ([len(row) - 1 for row in x] for x in (offsets, key_offsets))
+        if counts != key_counts:
+            raise ValueError(
+                f"cu_seqlens holds {counts} documents a row and key_cu_seqlens {key_counts}: they pair up one to one"
+            )
+        pairs = [
+            [(q, k) for q, k in zip(pairwise(row), pairwise(key_row), strict=True) if q[0] < q[1] and k[0] < k[1]]
+            for row, key_row in zip(offsets, key_offsets, strict=True)
+        ]
+        if not causal and window is None:
+            documents, key_documents = (tuple(tuple(x[n] for x in row) for row in pairs) for n in (0, 1))
+            return cls(causal=False, documents=documents, key_documents=key_documents)
+        return cls._of_regions([_region(q, k, causal, window, k[1] - q[1]) for q, k in row] for row in pairs)
+
+    @classmethod
+    def from_position_ids(
+        cls,
+        position_ids: Sequence[int] | Sequence[Sequence[int]],
+        attention_mask: Sequence[Sequence[int]] | None = None,
+        *,
+        causal: bool,
+        window: int | None = None,
+    ) -> Mask:
+        """Packed documents by position ids that restart at 0: (seq,) for all rows, or (batch, seq).
+
+        Args:
+            position_ids: of the whole sequence, not of a shard. Where the attention mask is 0 they do not count.
+            attention_mask: as in `from_attention_mask`.
+
+        Raises:
+            ValueError: for ids that neither go on by 1 nor restart at 0.
+        """
+        rows = _integers("position_ids", position_ids)
+        kept = [[1] * len(row) for row in rows]
+        if attention_mask is not None:
+            kept = _integers("attention_mask", attention_mask)
+            if [len(row) for row in kept] != [len(row) for row in rows]:
+                raise ValueError(
+                    f"position_ids has {len(rows)} rows of {len(rows[0])} and attention_mask {len(kept)} of "
+                    f"{len(kept[0])}: give one for one"
+                )
+        numbered = []
+        for ids, real in zip(rows, kept, strict=True):
+            numbers, last, count = [], None, 0
+            for n, (position, there) in enumerate(zip(ids, real, strict=True)):
+                if there:
+                    if position == 0:
+                        count += 1
+                    elif last is None or position != last + 1:
+                        raise ValueError(
+                            f"position_ids holds {position} at index {n} after {last}: they go on by 1 or restart at "
+                            "0; give the ids of the whole sequence, and attention_mask= if there is padding"
+                        )
+                    last = position
+                numbers.append((there, count) if there else None)
+            numbered.append(numbers)
+        return cls._of_numbers(numbered, causal, window)
+
+    @classmethod
+    def from_attention_mask(
+        cls, attention_mask: Sequence[Sequence[int]], *, causal: bool, window: int | None = None
+    ) -> Mask:
+        """A (batch, seq) attention mask as transformers models take it: 0 or False is padding, anywhere in a row.
+
+        Other values number the documents: tokens of one number see each other (all 1, or True, in the usual mask).
+
+        Raises:
+            ValueError: for another shape, or values that are not whole numbers from 0 (dense and additive masks).
+        """
+        rows = _integers("attention_mask", attention_mask)
+        for row in rows:
+            if min(row, default=0) < 0:
+                raise ValueError(
+                    f"attention_mask holds {min(row)}: 0 is padding, other tokens have the number of their document; "
+                    "additive masks have no blocks, describe them by causal, window, documents and regions"
+                )
+        return cls._of_numbers([[x or None for x in row] for row in rows], causal, window)
+
+    @classmethod
+    def _of_numbers(cls, rows: Sequence[Sequence[object]], causal: bool, window: int | None) -> Mask:
+        """Tokens of one number see each other; None is padding."""
+        spans: list[dict[object, list[Span]]] = []  # by row and number
+        for row in rows:
+            end, found = 0, {}
+            for number, same in groupby(row):
+                first, end = end, end + len(list(same))
+                if number is not None:
+                    found.setdefault(number, []).append((first, end))
+            spans.append(found)
+        if all(len(parts) == 1 for found in spans for parts in found.values()):
+            return cls(causal, window, documents=tuple(tuple(x for (x,) in found.values()) for found in spans))
+        return cls._of_regions(
+            [_region(q, k, causal, window) for parts in found.values() for q in parts for k in parts] for found in spans
+        )
+
+    @classmethod
+    def _of_regions(cls, rows: Iterable[Iterable[Region]]) -> Mask:
+        """Nothing is visible but the regions."""
+        return cls(False, documents=((),), regions=tuple(tuple(x for x in row if _visible(x)) for row in rows))
+
+    def disjoint_regions(self, row: int = 0) -> tuple[Region, ...]:
+        """Everything that a batch row's queries see, each pair of query and key in one region."""
+        return self._disjoint[row if self.rows > 1 else 0]
+
+    @cached_property
+    def ordered(self) -> bool:
+        """Whether it matters somewhere which of query and key comes first, or how far apart they are."""
+        return any(region.low is not None or region.high is not None for row in self._disjoint for region in row)
+
+    @cached_property
+    def _disjoint(self) -> tuple[tuple[Region, ...], ...]:
+        rows = []
+        for row in range(self.rows):
+            queries = _row(self.documents or ((EVERYWHERE,),), row)
+            keys = queries if self.key_documents is None else _row(self.key_documents, row)
+            base = [_region(q, k, self.causal, self.window) for q, k in zip(queries, keys, strict=True)]
+            rows.append(_union(base, _row(self.regions or ((),), row)))
+        return tuple(rows)
+
+
+def _row(rows: Sequence[tuple[Any, ...]], row: int) -> tuple[Any, ...]:
+    return rows[row if len(rows) > 1 else 0]
+
+
+def _region(queries: Span, keys: Span, causal: bool, window: int | None, shift: int = 0) -> Region:
+    """Causal and window from the diagonal `key position - query position = shift`."""
+    low = None if window is None else shift + 1 - window
+    high = shift if causal else None if window is None else shift + window - 1
+    return Region(queries, keys, low, high)
+
+
+def _union(base: Sequence[Region], regions: Iterable[Region]) -> tuple[Region, ...]:
+    """Base (disjoint, by increasing queries) stays as it is; the regions lose what was there before them."""
+    found, recent = list(base), []
+    first_queries, end_queries = [x.queries[0] for x in base], [x.queries[1] for x in base]
+    for region in sorted(set(regions), key=lambda x: (x.queries, x.keys)):
+        near = base[bisect_right(end_queries, region.queries[0]) : bisect_left(first_queries, region.queries[1])]
+        recent = [x for x in recent if x.queries[1] > region.queries[0]]
+        pieces = [region]
+        for other in (*near, *recent):
+            pieces = [part for piece in pieces for part in _less(piece, other)]
+        recent += pieces
+        found += pieces
+    return tuple(found)
+
+
+def _less(region: Region, other: Region) -> list[Region]:
+    """What of a region is not in the other, as disjoint regions."""
+    (q0, q1), (k0, k1), low, high = region
+    a, b = max(q0, other.queries[0]), min(q1, other.queries[1])
+    c, d = max(k0, other.keys[0]), min(k1, other.keys[1])
+    if (
+        a >= b
+        or c >= d
+        or not _visible(Region((a, b), (c, d), _most(low, other.low, max), _most(high, other.high, min)))
+    ):
+        return [region]
+    parts = [
+        Region((q0, a), (k0, k1), low, high),
+        Region((b, q1), (k0, k1), low, high),
+        Region((a, b), (k0, c), low, high),
+        Region((a, b), (d, k1), low, high),
+    ]
+    if other.low is not None:
+        parts.append(Region((a, b), (c, d), low, _most(high, other.low - 1, min)))
+    if other.high is not None:
+        parts.append(Region((a, b), (c, d), _most(low, other.high + 1, max), high))
+    return [x for x in parts if _visible(x)]
+
+
+def _visible(region: Region) -> bool:
+    """Whether it holds a pair."""
+    (q0, q1), (k0, k1), low, high = region
+    low, high = _most(low, k0 - q1 + 1, max), _most(high, k1 - 1 - q0, min)
+    return q0 < q1 and k0 < k1 and low <= high
+
+
+def _most(a: int | None, b: int | None, which):
+    """Of two bounds the tighter; None is open."""
+    return b if a is None else a if b is None else which(a, b)
+
+
+def _integers(name: str, values) -> list[list[int]]:
+    """One row or several of whole numbers, from anything with one or two dimensions."""
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    rows = [x.tolist() if hasattr(x, "tolist") else x for x in values]
+    if not any(isinstance(x, Iterable) for x in rows):
+        rows = [rows]
+    if not all(isinstance(row, Iterable) for row in rows):
+        raise ValueError(f"{name} mixes numbers and rows: give one row for all batch rows, or one a batch row")
+    found = []
+    for row in rows:
+        numbers = [x.tolist() if hasattr(x, "tolist") else x for x in row]
+        if wrong := [x for x in numbers if not isinstance(x, int)]:
+            kind = "has more than two dimensions" if isinstance(wrong[0], Iterable) else f"holds {wrong[0]!r}"
+            raise ValueError(
+                f"{name} {kind}: it is one row, or (batch, seq) rows, of whole numbers; dense and additive masks have "
+                "no blocks, describe them by causal, window, documents and regions"
+            )
+        found.append([int(x) for x in numbers])
+    if not found:
+        raise ValueError(f"{name} is empty: give one row for all batch rows, or one a batch row")
+    return found
+
+
+def _offsets(name: str, values) -> list[list[int]]:
+    rows = _integers(name, values)
+    for row in rows:
+        if not row or row[0] != 0 or any(a > b for a, b in pairwise(row)):
+            raise ValueError(f"{name} {row}: cumulative lengths begin with 0 and never decrease")
+    return rows
 
 
 def _spans(name: str, rows: Iterable[Iterable[Sequence[int]]]) -> Rows:
@@ -123,3 +381,28 @@ def _spans(name: str, rows: Iterable[Iterable[Sequence[int]]]) -> Rows:
                 )
             position = end
     return checked
+
+
+def _checked_regions(rows: Iterable[Iterable]) -> tuple[tuple[Region, ...], ...]:
+    """Hashable rows of regions, checked."""
+    found = []
+    for row in rows:
+        regions = []
+        for given in row:
+            try:
+                queries, keys, *band = given
+                low, high = (None if x is None else int(x) for x in (*band, None, None)[: max(2, len(band))])
+                queries, keys = ((int(first), int(end)) for first, end in (queries, keys))
+                region = Region(queries, keys, low, high)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"regions holds {given} in the row {row}: give one row of Region(queries, keys, low, high) for all "
+                    "batch rows, or one row a batch row"
+                ) from None
+            if min(queries[0], keys[0]) < 0 or not _visible(region):
+                raise ValueError(f"{region} shows nothing: spans are (first, end), and low is at most high")
+            regions.append(region)
+        found.append(tuple(regions))
+    if not found:
+        raise ValueError("regions is empty: give one row for all batch rows, or one a batch row")
+    return tuple(found)
