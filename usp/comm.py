@@ -97,25 +97,26 @@ def ran(backend: str) -> None:
 
 
 class Exchange:
-    """Equally large messages between the ranks of a group, one step after another.
+    """Messages between the ranks of a group, one step after another.
 
     `start` posts a step's hops and returns the buffers being filled, `wait` ends the step. Buffers come from
     `empty` and go back by `recycle`; they belong to the exchange, so several may be under way.
     """
 
-    def __init__(self, group: str, kind: str, numel: int, dtype: torch.dtype, device: torch.device):
-        self.group, self.kind, self.numel, self.dtype, self.device = group, kind, numel, dtype, device
-        self._free: list[Tensor] = []
+    def __init__(self, group: str, kind: str, dtype: torch.dtype, device: torch.device):
+        self.group, self.kind, self.dtype, self.device = group, kind, dtype, device
+        self._free: dict[int, list[Tensor]] = {}
         self._pending: list[dist.Work] = []
 
-    def empty(self) -> Tensor:
-        return self._free.pop() if self._free else torch.empty(self.numel, dtype=self.dtype, device=self.device)
+    def empty(self, numel: int) -> Tensor:
+        free = self._free.get(numel)
+        return free.pop() if free else torch.empty(numel, dtype=self.dtype, device=self.device)
 
     def recycle(self, buffer: Tensor) -> None:
-        self._free.append(buffer)
+        self._free.setdefault(buffer.numel(), []).append(buffer)
 
-    def start(self, send: Sequence[tuple[Hop, Tensor]], receive: Sequence[Hop]) -> list[Tensor]:
-        buffers = [self.empty() for _ in receive]
+    def start(self, send: Sequence[tuple[Hop, Tensor]], receive: Sequence[tuple[Hop, int]]) -> list[Tensor]:
+        buffers = [self.empty(numel) for _, numel in receive]
         if send or receive:
             group = _group(self.group)
             operations = [
@@ -123,7 +124,7 @@ class Exchange:
             ]
             operations += [
                 dist.P2POp(dist.irecv, buffer, group=group, group_peer=hop.peer, tag=hop.source)
-                for hop, buffer in zip(receive, buffers, strict=True)
+                for (hop, _), buffer in zip(receive, buffers, strict=True)
             ]
             for _, tensor in send:
                 _sent(self.kind, tensor.nbytes)

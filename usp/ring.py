@@ -30,7 +30,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from usp import comm, kernels
-from usp.blocks import Block, Step, batch_rows, blocks, needed, ring_order, schedule, steps
+from usp.blocks import (
+    Block,
+    Columns,
+    Step,
+    batch_rows,
+    blocks,
+    carried,
+    in_message,
+    needed,
+    ring_order,
+    schedule,
+    steps,
+)
 from usp.masks import Mask
 from usp.merging import accumulate, accumulator_dtype
 from usp.mesh import Axis
@@ -59,19 +71,32 @@ class Pass:
         return next(_handles)
 
     @cached_property
+    def need(self) -> tuple[tuple[Columns, ...], ...]:
+        return needed(self.mask, self.queries, self.keys)
+
+    @cached_property
     def steps(self) -> tuple[Step, ...]:
-        need = needed(self.mask, self.queries, self.keys)
-        return steps(schedule(need, ring_order(self.ring.size)), self.ring.rank)
+        return steps(schedule(self.need, ring_order(self.ring.size)), self.ring.rank)
+
+    @cached_property
+    def columns(self) -> tuple[Columns, ...]:
+        """By source: which of its keys the other ranks get."""
+        if self.exchange == "all_gather":
+            return ((range(self.keys.seq_ring),),) * self.ring.size
+        return carried(self.need)
 
     @cached_property
     def work(self) -> dict[int, tuple[tuple[slice, Block], ...]]:
-        """By source: the batch rows and the blocks to compute with its keys."""
-        rows = batch_rows(self.mask, self.queries, self.keys)
+        """By source: the batch rows and the blocks to compute with its keys, as they are at home or in its message."""
+        home, rows = self.ring.rank, batch_rows(self.mask, self.queries, self.keys)
         return {
             source: tuple(
-                (slice(None) if rows == 1 else slice(row, row + 1), block)
+                (
+                    slice(None) if rows == 1 else slice(row, row + 1),
+                    block if source == home else in_message(block, self.columns[source]),
+                )
                 for row in range(rows)
-                for block in blocks(self.mask, self.queries, self.ring.rank, self.keys, source, row)
+                for block in blocks(self.mask, self.queries, home, self.keys, source, row)
             )
             for source in (step.source for step in self.steps)
             if source is not None
@@ -182,6 +207,12 @@ def check_call(
     Raises:
         ValueError: naming the values.
     """
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"mask is a {type(mask).__name__} and not a usp.Mask: describe it by causal, window, documents and "
+            "regions, or make it with Mask.from_attention_mask, .from_cu_seqlens or .from_position_ids; a dense mask "
+            "would make every rank compute and send everything"
+        )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"{shapes}: each must be (batch, seq, heads, head_dim)")
@@ -197,6 +228,14 @@ def check_call(
     rows = batch_rows(mask, tokens, keys)
     if rows not in (1, q.shape[0]):
         raise ValueError(f"the mask or a start tells {rows} batch rows apart, but the batch is {q.shape[0]}")
+    if tokens == keys and mask.documents is not None:
+        for row in range(rows):
+            documents, (first, end) = mask.documents[row if len(mask.documents) > 1 else 0], tokens.span(row)
+            if documents and documents[-1][1] > end:
+                raise ValueError(
+                    f"the mask's documents reach to position {documents[-1][1]} in row {row}, but the {tokens.seq} "
+                    f"tokens from position {first} end at {end}: their lengths and offsets are of the whole sequence"
+                )
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale={scale} is not a positive finite number")
     if exchange not in EXCHANGES:
@@ -300,40 +339,41 @@ torch.library.register_autograd("usp::ring_backward", _no_second_gradient)
 
 def _arrivals(plan: Pass, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
     """Step by step, the keys and values to compute with; the next ones travel meanwhile."""
+    home = plan.ring.rank
     if plan.exchange == "all_gather":
-        everyone = comm.all_gather(_pack(k, v), plan.ring.group, "all_gather")
+        everyone = comm.all_gather(_pack(k, v, plan.columns[home]), plan.ring.group, "all_gather")
         for step in plan.steps:
             yield step, *(_unpack(everyone[step.source], k, v) if step.source is not None else (k, v))
         return
-    home = plan.ring.rank
-    exchange = comm.Exchange(plan.ring.group, "ring", k.numel() + v.numel(), k.dtype, k.device)
+    exchange = comm.Exchange(plan.ring.group, "ring", k.dtype, k.device)
     held: dict[int, Tensor] = {}
-    if any(hop.source == home for step in plan.steps for hop in step.send):
-        held[home] = _pack(k, v)
+    if plan.columns[home]:
+        held[home] = _pack(k, v, plan.columns[home])
     for step in plan.steps:
-        receive = [step.receive] if step.receive else []
+        receive = [(hop, _numel(plan.columns[hop.source], k, v)) for hop in (step.receive,) if hop]
         arriving = exchange.start([(hop, held[hop.source]) for hop in step.send], receive)
         yield step, *((k, v) if step.source in (home, None) else _unpack(held[step.source], k, v))
         exchange.wait()
         for source in step.spent:
             if source in held:
                 exchange.recycle(held.pop(source))
-        held.update((hop.source, buffer) for hop, buffer in zip(receive, arriving, strict=True))
+        held.update((hop.source, buffer) for (hop, _), buffer in zip(receive, arriving, strict=True))
 
 
 class _RingGradients:
     """dk and dv that follow the keys and go home from their last visitor."""
 
     def __init__(self, plan: Pass, k: Tensor, v: Tensor):
-        self.rank, self.k, self.v = plan.ring.rank, k, v
+        self.rank, self.columns, self.k, self.v = plan.ring.rank, plan.columns, k, v
         wide = accumulator_dtype(k.dtype)
-        self.exchange = comm.Exchange(plan.ring.group, "ring_grad", k.numel() + v.numel(), wide, k.device)
+        self.exchange = comm.Exchange(plan.ring.group, "ring_grad", wide, k.device)
         self.home = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         self.held: dict[int, Tensor] = {}  # by source: what was added up so far, on its way
         self.arriving: dict[int, Tensor] = {}
 
     def start(self, step: Step) -> None:
-        buffers = self.exchange.start([(hop, self.held[hop.source]) for hop in step.grad_send], step.grad_receive)
+        receive = [(hop, self._numel(hop.source)) for hop in step.grad_receive]
+        buffers = self.exchange.start([(hop, self.held[hop.source]) for hop in step.grad_send], receive)
         self.arriving = {hop.source: buffer for hop, buffer in zip(step.grad_receive, buffers, strict=True)}
 
     def of(self, step: Step) -> tuple[Tensor, ...]:
@@ -345,7 +385,7 @@ class _RingGradients:
             self.exchange.wait()
             self.held[source] = self.arriving.pop(source)
         elif source not in self.held:
-            self.held[source] = self.exchange.empty().zero_()
+            self.held[source] = self.exchange.empty(self._numel(source)).zero_()
         return _unpack(self.held[source], self.k, self.v)
 
     def wait(self, step: Step) -> None:
@@ -356,9 +396,13 @@ class _RingGradients:
         if self.rank in self.arriving:
             buffer = self.arriving.pop(self.rank)
             for mine, others in zip(self.home, _unpack(buffer, self.k, self.v), strict=True):
-                mine += others
+                for at_home, sent in _places(self.columns[self.rank]):
+                    mine[:, at_home] += others[:, sent]
             self.exchange.recycle(buffer)
         assert not self.arriving
+
+    def _numel(self, source: int) -> int:
+        return _numel(self.columns[source], self.k, self.v)
 
 
 class _GatheredGradients:
@@ -384,14 +428,34 @@ class _GatheredGradients:
         return tuple(x.clone() for x in _unpack(total, self.k, self.v))  # of one buffer, which outputs may not share
 
 
-def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as one message."""
-    return torch.cat([rearrange(x, "b s h d -> (b s h d)") for x in (k, v)])
+def _pack(k: Tensor, v: Tensor, columns: Columns) -> Tensor:
+    """These keys and their values as one message."""
+    message = k.new_empty(_numel(columns, k, v))
+    for part, x in zip(_unpack(message, k, v), (k, v), strict=True):
+        for at_home, sent in _places(columns):
+            part[:, sent] = x[:, at_home]
+    return message
 
 
 def _unpack(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a message, shaped like k and v."""
-    parts = message.split([k.numel(), v.numel()])
-    batch, seq, heads, _ = k.shape
-    k, v = (rearrange(x, "(b s h d) -> b s h d", b=batch, s=seq, h=heads) for x in parts)
+    """Views of a message, shaped like k and v but for the number of tokens."""
+    batch, _, heads, _ = k.shape
+    dims = k.shape[3], v.shape[3]
+    tokens = message.numel() // sum(dims)
+    k, v = (
+        rearrange(x, "(b s h d) -> b s h d", b=batch, h=heads, d=dim)
+        for x, dim in zip(message.split([tokens * dim for dim in dims]), dims, strict=True)
+    )
     return k, v
+
+
+def _numel(columns: Columns, k: Tensor, v: Tensor) -> int:
+    return k.shape[0] * sum(map(len, columns)) * k.shape[2] * (k.shape[3] + v.shape[3])
+
+
+def _places(columns: Columns) -> Iterator[tuple[slice, slice]]:
+    """Where columns are in the source's own tensors, and in its message."""
+    first = 0
+    for x in columns:
+        yield slice(x.start, x.stop), slice(first, first + len(x))
+        first += len(x)
