@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
@@ -33,7 +35,7 @@ def init_mesh(
 
     The last axis of `order` holds consecutive ranks: by default Ulysses groups stay inside a node and
     rings go across nodes. Starts torch.distributed from the environment (torchrun) if it has not
-    been started. Every rank calls this.
+    been started. Every rank calls this. The groups of the axes get the timeout of the job's own group.
 
     Raises:
         ValueError: if the degrees do not multiply to the number of ranks, one is below 1, or `order` does not
@@ -51,7 +53,16 @@ def init_mesh(
     world = dist.get_world_size()
     if math.prod(degrees.values()) != world:
         raise ValueError(f"mesh of {text} has {math.prod(degrees.values())} ranks, but the job has {world}")
-    return init_device_mesh(device_type, tuple(degrees[name] for name in order), mesh_dim_names=tuple(order))
+    mesh = init_device_mesh(device_type, tuple(degrees[name] for name in order), mesh_dim_names=tuple(order))
+    for group in mesh.get_all_groups():  # they were made with PyTorch's default: half an hour on gloo
+        distributed_c10d._set_pg_timeout(_timeout(device_type), group)
+    return mesh
+
+
+def _timeout(device_type: str) -> timedelta:
+    """That of the job's own group."""
+    backend = distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
+    return backend.options._timeout  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def axes(mesh: DeviceMesh | None) -> tuple[Axis, Axis]:
