@@ -423,6 +423,16 @@ def test_regions_of_many_documents_are_quick():
     assert Mask(causal=True, documents=[ends], regions=[[Region((0, 100_000), (0, 50))]]).rows == 1
 
 
+def test_what_is_shown_is_the_call():
+    """In error messages, and what a drawn call prints to be seen again."""
+    names = {"Mask": Mask, "Partition": Partition, "Region": Region}
+    for mask in MASKS.values():
+        assert eval(repr(mask), names) == mask
+    for tokens in (Partition(9, "zigzag", 2), Partition(8, "balanced", 2, 2, (3, 5), (1, 0))):
+        assert eval(repr(tokens), names) == tokens
+    assert repr(Partition(9, "zigzag", 2)) == "Partition(seq=9, layout='zigzag', ring=2, ulysses=1)"
+
+
 def test_lengths_of_any_integer_kind():
     expected = Mask(causal=True, documents=(((0, 3), (3, 7)),))
     for lengths in ([3, 0, 4], (3, 4), torch.tensor([3, 4]), torch.tensor([3, 4]).numpy(), [[3, 4]]):

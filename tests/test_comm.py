@@ -215,7 +215,7 @@ DISAGREEMENTS = {
     "window": ({"mask": Mask(True, window=3)}, ["mask", "window=3", "on rank 2"]),
     "documents": ({"mask": Mask.packed([5, 5], causal=True)}, ["mask", "(5, 10)"]),
     "scale": ({"scale": 0.5}, ["scale", "0.5"]),
-    "layout": ({"tokens": usp.Partition(48, "striped", 2, 2)}, ["tokens", "STRIPED", "ZIGZAG"]),
+    "layout": ({"tokens": usp.Partition(48, "striped", 2, 2)}, ["tokens", "layout='striped'", "layout='zigzag'"]),
     "dtype": ({"dtype": torch.float32}, ["dtypes", "torch.float32"]),
     "requires_grad": ({"requires_grad": True}, ["requires_grad", "[True, False, False]"]),
     "exchange": ({"exchange": "all_gather"}, ["exchange", "all_gather"]),

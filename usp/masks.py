@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
@@ -95,6 +95,11 @@ class Mask:
         counts = {name: len(getattr(self, name) or ((),)) for name in ("documents", "regions")}
         if len({count for count in counts.values() if count > 1}) > 1:
             raise ValueError(f"batch rows differ: {counts}; each must be one for all or one a batch row")
+
+    def __repr__(self) -> str:
+        """The call that makes it, without defaults: this stands in error messages."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return f"Mask({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
 
     @property
     def rows(self) -> int:

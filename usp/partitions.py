@@ -90,6 +90,12 @@ class Partition:
                     f"{len(self.owners)}: each needs the same number"
                 )
 
+    def __repr__(self) -> str:
+        """The call that makes it, without defaults: this stands in error messages."""
+        text = f"seq={self.seq}, layout={str(self.layout)!r}, ring={self.ring}, ulysses={self.ulysses}"
+        text += f", start={self.start}" if self.start else ""
+        return f"Partition({text}, owners={self.owners})" if self.owners else f"Partition({text})"
+
     @property
     def multiple(self) -> int:
         """The padded length is the next multiple of this."""

@@ -224,7 +224,9 @@ def check_call(
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: use one")
     for name, x, partition, expected in (("q", q, tokens, seq), ("k and v", k, keys, key_seq)):
         if x.shape[1] != expected:
-            raise ValueError(f"{name} hold {x.shape[1]} tokens, but this rank's share of {partition} is {expected}")
+            raise ValueError(
+                f"{name} hold {x.shape[1]} tokens, but this rank's share of {partition} is {expected}: use usp.shard"
+            )
     rows = batch_rows(mask, tokens, keys)
     if rows not in (1, q.shape[0]):
         raise ValueError(f"the mask or a start tells {rows} batch rows apart, but the batch is {q.shape[0]}")
