@@ -1,16 +1,24 @@
 # Each target makes the environment when it is missing or older than what it is made from.
 PYTHON ?= python3
+CALLS ?= 2000
+SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: sweep test lint clean
+.PHONY: sweep test cases fuzz lint clean
 
 sweep: $(READY)  ## the main job: hybrid attention on every mesh of four ranks
 	$(BIN)/python -m experiments.attention -m experiment=sweep
 
 test: lint  ## everything that must hold
 	$(BIN)/python -m pytest
+
+cases: $(READY)  ## what users of other libraries met: every row and its outcome
+	$(BIN)/python -m tests.test_cases
+
+fuzz: $(READY)  ## drawn calls against the definition: CALLS of them, by SEED
+	$(BIN)/python -m tests.test_fuzz $(CALLS) --seed $(SEED)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,16 +1,21 @@
-"""Run by a test in processes of its own, where signatures are not checked: checks cannot be traced."""
+"""Run by tests in processes of their own, where signatures are not checked: checks cannot be traced."""
 
 import sys
 
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import usp
 
-mesh = usp.init_mesh(ring=2, ulysses=1, device_type="cpu") if sys.argv[1] == "ring" else None
-mesh = mesh or usp.init_mesh(ring=1, ulysses=2, device_type="cpu")
+ulysses = int(sys.argv[1] == "ulysses")
+mesh = usp.init_mesh(ring=2 - ulysses, ulysses=1 + ulysses, device_type="cpu")
 tokens = usp.partition(16, mesh, "zigzag")
 mask = usp.Mask(causal=True)  # made outside, as the mesh and the partition: planning is not traced
-shards = [torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3)]
+counted = CompileCounterWithBackend("aot_eager")
+
+
+def shards():
+    return [torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3)]
 
 
 def loss(q, k, v):
@@ -18,9 +23,20 @@ def loss(q, k, v):
     return out.square().sum() + lse.sum()
 
 
-compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-found = torch.autograd.grad(compiled(*shards), shards)
-expected = torch.autograd.grad(loss(*shards), shards)
-assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-print("equal")
+compiled = torch.compile(loss, backend=counted, fullgraph=True)
+for qkv in (shards() for _ in range(3)):
+    found = torch.autograd.grad(compiled(*qkv), qkv)
+    expected = torch.autograd.grad(loss(*qkv), qkv)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+assert counted.frame_count == 1
+
+# A module as users write it, with the ranks' agreement, which stays outside of the graphs.
+module = usp.HybridAttention(mesh)
+compiled = torch.compile(module, backend="eager")
+graphs = []
+for qkv in (shards() for _ in range(3)):
+    assert torch.equal(compiled(*qkv, tokens, mask), module(*qkv, tokens, mask))
+    graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+assert graphs[0] == graphs[2], "compiled again for the same shapes"
+print("equal, compiled once for 3 calls", flush=True)
 torch.distributed.destroy_process_group()

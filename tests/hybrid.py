@@ -107,8 +107,11 @@ def run(case: Case, mesh=None, arrange=lambda x: x) -> dict[str, Tensor]:
     return dict(zip(DIMS, (out.detach(), lse.detach(), *gradients), strict=True))
 
 
-def errors(case: Case, mesh=None, **how) -> dict[str, tuple[float, float]]:
-    """By result, this rank's worst error and the tolerance, both relative to the whole reference's largest value."""
+def errors(case: Case, mesh=None, size: float = 0.0, **how) -> dict[str, tuple[float, float]]:
+    """By result, this rank's worst error and the tolerance, both relative to the whole reference's largest value.
+
+    A largest value below `size` counts as that.
+    """
     mesh = mesh or case.mesh()
     expected, actual = case.expected(), run(case, mesh, **how)
     found = {}
@@ -117,7 +120,7 @@ def errors(case: Case, mesh=None, **how) -> dict[str, tuple[float, float]]:
         padding = -torch.inf if name == "lse" else 0.0
         reference = usp.shard(expected.values[name], mesh, tokens, dim=DIMS[name], fill=padding)
         found[name] = (
-            oracle.relative_error(x, reference, expected.values[name]),
+            oracle.relative_error(x, reference, expected.values[name], size),
             oracle.tolerance(name, case.dtype, expected),
         )
     return found
@@ -128,11 +131,11 @@ def wrong(case: Case, **how) -> list[str]:
     return [name for name, (error, allowed) in errors(case, **how).items() if not error <= allowed]
 
 
-def worst(cases: list[Case], least: float = 0.0) -> dict[str, tuple[float, str]]:
+def worst(cases: list[Case], least: float = 0.0, size: float = 0.0) -> dict[str, tuple[float, str]]:
     """Every case within tolerance (or `least`), on this rank; the worst relative error of each result, and where."""
     found: dict[str, tuple[float, str]] = {}
     for case in cases:
-        for name, (error, allowed) in errors(case).items():
+        for name, (error, allowed) in errors(case, size=size).items():
             allowed = max(allowed, least)
             assert error <= allowed, f"{name} is off by {error:.2e}, allowed {allowed:.2e}, in {case}"
             if error >= found.get(name, (-1.0, ""))[0]:

@@ -95,19 +95,19 @@ def _differentiate(q, k, v, dout, dlse, seen, scale) -> dict[str, Tensor]:
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
-def relative_error(actual: Tensor, reference: Tensor, whole: Tensor | None = None) -> float:
-    """Largest difference over the (whole) reference's largest value. Infinities must agree; NaN is infinitely wrong.
+def relative_error(actual: Tensor, reference: Tensor, whole: Tensor | None = None, size: float = 0.0) -> float:
+    """Largest difference over the (whole) reference's largest value, which counts as `size` if it is smaller.
 
-    Values below a tenth have no size of their own: what is left where terms of size 1 cancel.
+    Infinities must agree; NaN is infinitely wrong.
     """
     if actual.shape != reference.shape:
         return torch.inf
     actual, reference = actual.double(), reference.double()
     difference = torch.where(actual == reference, 0.0, (actual - reference).abs())
     whole = reference if whole is None else whole
-    size = whole[whole.isfinite()].abs().max().item() if whole.isfinite().any() else 1.0
+    size = max(size, whole[whole.isfinite()].abs().max().item() if whole.isfinite().any() else 1.0)
     error = difference.max().item()
-    return error / max(size, 0.1) if error == error else torch.inf
+    return error / size if size and error == error else torch.inf if error else 0.0
 
 
 def tolerance(name: str, dtype: torch.dtype, expected: Answer) -> float:

@@ -52,6 +52,7 @@ class Pool:
         for pipe in self.pipes:
             pipe.send((function, args))
         answers: list = [None] * len(self.pipes)
+        failures = []  # the first to fail comes first: the others often only complain about it
         waiting = dict(zip(self.pipes, range(len(self.pipes)), strict=True))
         end = time.monotonic() + deadline_s
         while waiting:
@@ -69,7 +70,9 @@ class Pool:
                     code = self.processes[rank].exitcode
                     self.close()
                     raise AssertionError(f"rank {rank} died with exit code {code}") from None
-        if failures := [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]:
+                if not answers[rank][0]:
+                    failures.append(f"rank {rank}:\n{answers[rank][1]}")
+        if failures:
             raise AssertionError("\n".join(failures))
         return [result for _, result in answers]
 

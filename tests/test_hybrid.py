@@ -285,14 +285,16 @@ def _pieces() -> bool:
     return torch.equal(usp.heads_to_sequence(out, mesh), usp.hybrid_attention(q, k, v, mesh, tokens, mask=mask))
 
 
-@pytest.mark.parametrize("axis", ["ring", "ulysses"])
-def test_compiled_without_a_graph_break(axis):
-    """Group names and plan handles cross the boundary of custom ops, so a traced call is one graph."""
-    script = [str(Path(__file__).with_name("compiled.py")), axis]
+def test_compiled_without_a_graph_break():
+    """Group names and plan handles cross the boundary of custom ops, so a traced call is one graph.
+
+    The same for a ring is F136 of the cases.
+    """
+    script = [str(Path(__file__).with_name("compiled.py")), "ulysses"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("equal") == 2
+    assert result.stdout.count("equal, compiled once") == 2
 
 
 def test_a_compiled_plan_is_kept():

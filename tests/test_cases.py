@@ -1,0 +1,929 @@
+"""What users of other libraries met, as calls of this one: cases.json, a row a failure, told in our own words.
+
+python -m tests.test_cases          every row and its outcome
+python -m tests.test_cases F029     some of them
+
+A row is right if the results equal the definition in float64 within the row's tolerance, or if every rank refuses
+the call by an error that names what the row lists, before any payload, and the next call on the same groups is right.
+Rows of what is not built yet say what they wait for, and must be refused until then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import random
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import jaxtyping
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import usp
+from tests import oracle, pool
+from usp import Mask, Partition, comm, kernels, ring
+from usp.blocks import blocks
+from usp.mesh import axes
+
+ROWS = json.loads(Path(__file__).with_name("cases.json").read_text())
+DEFAULTS = {"batch": 1, "heads": 4, "head_dim": 8, "dtype": "float32", "start": 0, "options": {}}
+TOLERANCE = {"out": 1e-5, "lse": 1e-5, "grad": 5e-5}  # absolute, and relative to each value
+LONG = 1000  # tokens of which the reference is a matter of seconds: one rank makes it, for two heads
+WHERE = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}  # dim of the tokens
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row['id']} {row['what']}" for row in ROWS])
+def test_case(ranks, row):
+    assert outcome(ranks, row)
+
+
+def test_rows_are_complete():
+    """Every row says where it was met, and has an operation; ids name one failure each."""
+    for row in ROWS:
+        assert {"id", "source", "kind", "what", "op"} <= row.keys()
+        assert row["op"] in OPERATIONS
+        assert row.keys() <= KEYS, row.keys() - KEYS
+        assert set(row.get("checks", ())) <= CHECKS.keys()
+
+
+def outcome(ranks, row: dict) -> str:
+    """What happened, in words; an AssertionError if it was not right."""
+    if row["op"] != "attention":
+        return OPERATIONS[row["op"]](ranks, row)
+    shown = []
+    for variant in variants(row):
+        world = variant["mesh"][0] * variant["mesh"][1] * variant.get("inner", 1)
+        (answer, *_) = on_ranks(ranks(world), attention, variant)
+        shown.append(answer)
+    worst = {name: max(x[name] for x in shown) for name in shown[0] if name != "refused"}
+    text = "equal to float64" + (f" in {len(shown)} variants" if len(shown) > 1 else "")
+    text += ", worst error " + ", ".join(f"{name} {error:.0e}" for name, error in worst.items()) if worst else ""
+    if "refused" in shown[0]:
+        text = f"refused: {shown[0]['refused']}" + ("; sharded by the library: " + text if worst else "")
+    return f"waits for {row['later']}; {text}" if "later" in row else text
+
+
+def variants(row: dict) -> list[dict]:
+    """The row itself and its variants, with defaults filled in."""
+    changes = [{}, *row.get("variants", ())]
+    if sweep := row.get("sweep"):
+        changes = [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
+    found = []
+    for change in changes:
+        call = DEFAULTS | row | change
+        found.append(call | {"kv_heads": call.get("kv_heads", call["heads"])})
+    return found
+
+
+def on_ranks(pool, function: Callable, *args) -> list:
+    return pool(_as_a_user, function, args)
+
+
+def _as_a_user(function: Callable, args: tuple):
+    """On a rank, without the type checks of the tests: the library's own errors are the subject."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        return function(*args)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+# ---------------------------------------------------------------------------------------------------
+# One call.
+
+
+def mask_of(given: dict) -> Mask:
+    """A mask made the way the row gives it."""
+    shape = {name: given[name] for name in ("causal", "window") if name in given}
+    makers = {
+        "packed": Mask.packed,
+        "cu_seqlens": Mask.from_cu_seqlens,
+        "position_ids": Mask.from_position_ids,
+        "attention_mask": Mask.from_attention_mask,
+    }
+    for name, make in makers.items():
+        if name in given:
+            return make(torch.tensor(given[name]), **shape)
+    return Mask(**shape)
+
+
+class Call:
+    """A row's call on this rank: whole inputs, the same everywhere, and what the library makes of them."""
+
+    def __init__(self, row: dict, mesh: DeviceMesh | None = None, seed: int = 0):
+        self.row, seed = row, seed + row.get("seed", 0)
+        ring_size, ulysses = row["mesh"]
+        self.mesh = mesh or (pool.mesh(ring_size, ulysses) if ring_size * ulysses > 1 else None)
+        self.mask = mask_of(row["mask"])
+        key_seq = row.get("key_seq", row["seq"])
+        self.tokens = Partition(row["seq"], row["layout"], ring_size, ulysses, row["start"])
+        self.key_tokens = Partition(key_seq, row["layout"], ring_size, ulysses) if "key_seq" in row else None
+        dims = row["head_dim"], row.get("head_dim_v", row["head_dim"])
+        q_shape = row["batch"], row["seq"], row["heads"]
+        k_shape = row["batch"], key_seq, row["kv_heads"]
+        shapes = [(*q_shape, dims[0]), (*k_shape, dims[0]), (*k_shape, dims[1]), (*q_shape, dims[1])]
+        q, k, v, dout = (normal(seed + n, *shape) for n, shape in enumerate(shapes))
+        dlse = normal(seed + 4, row["batch"], row["heads"], row["seq"])
+        q, k, v = INPUTS[row["inputs"]](q, k, v) if "inputs" in row else (q, k, v)
+        if row.get("dout") == "expanded":
+            dout.fill_(0.7)
+        for n, real in enumerate(at_least(row.get("real", row["seq"]), row["batch"])):
+            dout[n, real:] = 0.0  # rows of padding are nobody's
+        if "dout_on" in row:
+            owned = torch.zeros(row["seq"])
+            for rank, positions in enumerate(everyone(usp.positions(self.mesh, self.tokens)[0])):
+                owned[positions[positions < row["seq"]]] = float(rank in row["dout_on"])
+            dout = dout * owned[:, None, None]
+        dtype = getattr(torch, row["dtype"])
+        self.q, self.k, self.v, self.dout = (x.to(dtype) for x in (q, k, v, dout))
+        self.dlse = dlse.to(torch.promote_types(dtype, torch.float32)) if row.get("lse_loss") else None
+
+    def run(self, **changes: Tensor) -> dict[str, Tensor]:
+        """The whole out, lse, dq, dk and dv, put together from all ranks."""
+        q, k, v = (changes.get(name, getattr(self, name)) for name in "qkv")
+        dout = changes.get("dout", self.dout)
+        keys = self.key_tokens or self.tokens
+        arrange = ARRANGEMENTS[self.row.get("arrange", "plain")]
+        shards = arrange(*(usp.shard(x, self.mesh, t) for x, t in ((q, self.tokens), (k, keys), (v, keys))))
+        before = [x.clone() for x in shards]
+        leaves = [x.requires_grad_() if x.is_leaf else x for x in shards]
+        q, k, v = embedded(self, *leaves)
+        wrap = WRAPS[self.row.get("wrap", "plain")]
+        out, lse = wrap(self.attention)(q, k, v)
+        results, grads = [out], [DOUTS[self.row.get("dout", "plain")](usp.shard(dout, self.mesh, self.tokens))]
+        if self.dlse is not None:
+            results.append(lse)
+            grads.append(usp.shard(self.dlse, self.mesh, self.tokens, dim=2))
+        gradients = torch.autograd.grad(results, leaves, grads)
+        assert all(torch.equal(x, y) for x, y in zip(leaves, before, strict=True)), "inputs were changed"
+        assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in leaves]
+        self.own_lse = lse
+        local = dict(zip(WHERE, (out.detach(), lse.detach(), *gradients), strict=True))
+        whole = {}
+        for name, x in local.items():
+            tokens = keys if name in ("dk", "dv") else self.tokens
+            whole[name] = usp.unshard(x, self.mesh, tokens, dim=WHERE[name])
+        return whole
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **changes) -> tuple[Tensor, Tensor]:
+        options = {"mask": self.mask, "key_tokens": self.key_tokens, **self.row["options"], **changes}
+        return usp.hybrid_attention(q, k, v, self.mesh, self.tokens, return_lse=True, **options)
+
+    def expected(self) -> dict[str, Tensor]:
+        """The definition, in float64. Of long sequences only the first and the last head."""
+        queries, keys = (
+            Partition(self.row["seq"], "contiguous", start=self.row["start"]),
+            self.key_tokens or self.tokens,
+        )
+        keys = Partition(keys.seq, "contiguous", start=keys.start)
+        seen = torch.stack([oracle.visible(self.mask, queries, keys, n) for n in range(self.row["batch"])])
+        q, k, v = (x.double().requires_grad_() for x in (self.q, self.k, self.v))
+        heads = some_heads(self.row)
+        dlse = None if self.dlse is None else self.dlse.double()[:, heads]
+        embedded_q, embedded_k, _ = embedded(self, q, k, v, whole=True)
+        out, lse = oracle.attention(
+            *(x[:, :, heads] for x in (embedded_q, embedded_k, v)), seen, self.row["options"].get("scale")
+        )
+        loss = (out * self.dout.double()[:, :, heads]).sum()
+        if dlse is not None:
+            loss = loss + torch.where(lse == -torch.inf, 0.0, lse * dlse).sum()
+        gradients = torch.autograd.grad(loss, (q, k, v))
+        return {"out": out.detach(), "lse": lse.detach()} | {
+            name: x[:, :, heads] for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)
+        }
+
+
+def some_heads(row: dict) -> slice:
+    return slice(None, None, row["heads"] - 1) if row["seq"] > LONG else slice(None)
+
+
+def attention(row: dict) -> dict[str, float | str]:
+    """On a rank: the worst errors, and the message if the row has something refused."""
+    found: dict[str, float | str] = {}
+    if "refused" in row:
+        found["refused"] = refused(row)
+    if "later" in row or "dense_mask" in row or "v_dtype" in row:
+        return found
+    call = Call(row, *beside(row))
+    results = call.run()
+    if row["seq"] <= LONG or dist.get_rank() == 0:  # the results are whole, and the same everywhere
+        found |= compared(row, results, call.expected())
+    if "same_as" in row:
+        assert call.mask == mask_of(row["same_as"])
+    for name in row.get("checks", ()):
+        CHECKS[name](call, results)
+    return found
+
+
+def compared(row: dict, results: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    tolerance = row.get("tolerance", TOLERANCE)
+    found = {}
+    for name, reference in expected.items():
+        actual = results[name].double()
+        actual = actual[:, some_heads(row)] if name == "lse" else actual[:, :, some_heads(row)]
+        assert not actual.isnan().any(), f"{name} holds NaN"
+        assert torch.equal(actual.isinf(), reference.isinf()), f"{name} is infinite elsewhere"
+        kind = tolerance["grad" if name.startswith("d") else name]
+        finite = reference.isfinite()
+        error = (actual - reference)[finite].abs() / (1 + reference[finite].abs())
+        found[name] = error.max().item() if error.numel() else 0.0
+        assert found[name] <= kind, f"{name} is off by {found[name]:.1e}, allowed {kind:.0e}"
+    return found
+
+
+def refused(row: dict) -> str:
+    """The message with which the call is refused on this rank; then a right call on the same groups."""
+    row = row | {"options": {}}
+    call = Call(row)
+    keys = call.key_tokens or call.tokens
+    q, k, v = (usp.shard(x, call.mesh, t) for x, t in ((call.q, call.tokens), (call.k, keys), (call.v, keys)))
+    rank, changes = dist.get_rank(), dict(next(x for x in ROWS if x["id"] == row["id"]).get("options", {}))
+    if "local" in row:
+        q, k, v = (torch.zeros(x.shape[0], row["local"][rank], *x.shape[2:]) for x in (q, k, v))
+    if "key_local" in row:
+        k, v = (torch.zeros(x.shape[0], row["key_local"][rank], *x.shape[2:]) for x in (k, v))
+    if "v_dtype" in row:
+        v = v.to(getattr(torch, row["v_dtype"]))
+    if "dense_mask" in row:
+        changes["mask"] = torch.rand(row["seq"], row["seq"]) < 0.5
+    if "forget_start" in row:
+        call.tokens = Partition(row["seq"], row["layout"], *row["mesh"])
+    start_s = time.monotonic()
+    with usp.measure_traffic() as traffic, pytest.raises((ValueError, TypeError)) as caught:
+        call.attention(q, k, v, **changes)
+    assert traffic.payload_bytes == 0
+    assert time.monotonic() - start_s < 20
+    message = str(caught.value)
+    assert all(name in message for name in row["refused"]), message
+    plain = row | {"heads": 4, "kv_heads": 4, "seq": 16, "mask": {"causal": True}, "start": 0, "key_seq": 16}
+    call = Call(plain)
+    compared(plain, call.run(), call.expected())
+    return message
+
+
+def beside(row: dict) -> tuple:
+    """With an inner axis that is not of this library: a mesh of its own for each of its ranks, and other inputs."""
+    if "inner" not in row:
+        return ()
+    mesh = init_device_mesh("cpu", (*row["mesh"], row["inner"]), mesh_dim_names=("ring", "ulysses", "tensor"))
+    assert dist.get_process_group_ranks(mesh.get_group("ring")) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+    return mesh, 100 * mesh.get_local_rank("tensor")
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def at_least(value: int | list[int], count: int) -> list[int]:
+    return [value] * count if isinstance(value, int) else value
+
+
+def everyone(x: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, x)
+    return found
+
+
+def large_later_keys(q, k, v):
+    k[:, k.shape[1] // 2 :] *= 3
+    return q, k, v
+
+
+def rows_apart(q, k, v):
+    return q, k, v + 10 * torch.arange(v.shape[0])[:, None, None, None]
+
+
+def value_is_its_head(q, k, v):
+    return q, k, torch.arange(v.shape[2], dtype=v.dtype)[:, None].expand_as(v).clone()
+
+
+INPUTS = {function.__name__: function for function in (large_later_keys, rows_apart, value_is_its_head)}
+
+
+def packed(q, k, v):
+    """Slices of one tensor (batch, seq, 3, heads, head_dim)."""
+    whole = torch.stack([q, k, v], 2).requires_grad_()
+    return whole.unbind(2)
+
+
+def transposed(*shards):
+    """(batch, heads, seq, head_dim) in memory."""
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards]
+
+
+ARRANGEMENTS = {"plain": lambda *x: x, "packed": packed, "transposed": transposed}
+DOUTS = {
+    "plain": lambda x: x,
+    "expanded": lambda x: x[:1, :1, :1, :1].expand_as(x),
+    "transposed": lambda x: transposed(x)[0],
+}
+WRAPS = {
+    "plain": lambda function: function,
+    "checkpoint": lambda function: lambda *x: checkpoint(function, *x, use_reentrant=False),
+}
+
+
+def embedded(call: Call, q: Tensor, k: Tensor, v: Tensor, whole: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k with their positions in them, as a model would do it; positions come from the library, or are counted."""
+    how = call.row.get("embed")
+    if how is None:
+        return q, k, v
+    restart = call.mask if how == "table" else None
+    positions = torch.arange(call.row["seq"])
+    if whole and restart is not None:
+        positions = torch.cat([torch.arange(end - first) for first, end in call.mask.documents[0]])
+    elif not whole:
+        positions = usp.positions(call.mesh, call.tokens, mask=restart)[0]
+    if how == "table":
+        table = normal(7, 64, q.shape[3]).to(q.dtype)
+        return q + table[positions][:, None], k + table[positions][:, None], v
+    half = q.shape[3] // 2
+    angles = torch.arange(64)[:, None] * 10_000.0 ** (-torch.arange(half) / half)  # for more tokens than there are
+    cos, sin = (f(angles).to(q.dtype)[positions][:, None] for f in (torch.cos, torch.sin))
+
+    def rotated(x: Tensor) -> Tensor:
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], 3)
+
+    return rotated(q), rotated(k), v
+
+
+# ---------------------------------------------------------------------------------------------------
+# What a row asks for besides.
+
+
+def check_positions(call: Call, results: dict) -> None:
+    """The library's positions, put together, restart at each document."""
+    place = usp.positions(call.mesh, call.tokens, mask=call.mask)
+    whole = usp.unshard(place, call.mesh, call.tokens)[0].tolist()
+    assert whole == [n for first, end in call.mask.documents[0] for n in range(end - first)]
+
+
+def check_padding(call: Call, results: dict) -> None:
+    for n, real in enumerate(at_least(call.row["real"], call.row["batch"])):
+        assert (results["out"][n, real:] == 0).all()
+        assert (results["lse"][n, :, real:] == -torch.inf).all()
+        assert all((results[name][n, real:] == 0).all() for name in ("dq", "dk", "dv"))
+
+
+def check_repeats(call: Call, results: dict) -> None:
+    for _ in range(2):
+        again = call.run()
+        assert all(torch.equal(again[name], x) for name, x in results.items())
+
+
+def check_jitter(call: Call, results: dict) -> None:
+    """Every rank waits up to 5 ms before each communication, in nine more runs."""
+    delays, operation = random.Random(dist.get_rank()), comm._operation
+
+    def late(what: str):
+        time.sleep(delays.uniform(0, 0.005))
+        return operation(what)
+
+    with mock.patch.object(comm, "_operation", late):
+        for _ in range(9):
+            again = call.run()
+            assert all(torch.equal(again[name], x) for name, x in results.items())
+
+
+def check_own_lse(call: Call, results: dict) -> None:
+    assert call.own_lse.shape == (call.row["batch"], call.row["heads"], call.tokens.seq_local)
+
+
+def check_rows_alone(call: Call, results: dict) -> None:
+    """Each batch row equals its own call."""
+    for n in range(call.row["batch"]):
+        given = call.row["mask"]
+        if "attention_mask" in given:
+            given = given | {"attention_mask": [given["attention_mask"][n]]}
+        real = at_least(call.row.get("real", call.row["seq"]), call.row["batch"])[n]
+        alone = Call(call.row | {"batch": 1, "mask": given, "real": real, "inputs": "large_later_keys"})
+        parts = {name: getattr(call, name)[n : n + 1] for name in ("q", "k", "v", "dout")}
+        for name, x in alone.run(**parts).items():
+            assert torch.allclose(x, results[name][n : n + 1], rtol=1e-6, atol=1e-6), (n, name)
+
+
+def check_shares(call: Call, results: dict) -> None:
+    """Gradients that come from one rank's queries alone, for each rank."""
+    for rank in range(dist.get_world_size()):
+        row = call.row | {"dout_on": [rank]}
+        alone = Call(row)
+        compared(row, alone.run(), alone.expected())
+
+
+def check_group_works(call: Call, results: dict) -> None:
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    assert one == dist.get_world_size()
+
+
+def check_window(call: Call, results: dict) -> None:
+    """Another first token changes what sees it, and nothing else."""
+    k, v = call.k.clone(), call.v.clone()
+    k[:, 0] += 1
+    v[:, 0] += 1
+    changed = (call.run(k=k, v=v)["out"] != results["out"]).flatten(2).any(-1)[0]
+    assert changed.nonzero().flatten().tolist() == list(range(call.row["mask"]["window"]))
+
+
+def check_head_order(call: Call, results: dict) -> None:
+    groups = call.row["heads"] // call.row["kv_heads"]
+    expected = torch.arange(call.row["heads"]) // groups
+    assert torch.allclose(results["out"], expected[:, None].to(results["out"]), atol=1e-6)
+
+
+def check_first_rows(call: Call, results: dict) -> None:
+    """Row 0 is v[0]; row 1, on the next rank, sees keys 0 and 1."""
+    groups = call.row["heads"] // call.row["kv_heads"]
+    v = call.v.repeat_interleave(groups, 2)
+    assert torch.allclose(results["out"][:, 0], v[:, 0], atol=1e-6)
+    k = call.k.clone()
+    k[:, 2:] += 1
+    again = call.run(k=k)["out"]
+    assert torch.equal(again[:, :2], results["out"][:, :2])
+    assert not torch.equal(again[:, 2], results["out"][:, 2])
+
+
+CHECKS = {name.removeprefix("check_"): x for name, x in globals().copy().items() if name.startswith("check_")}
+
+
+# ---------------------------------------------------------------------------------------------------
+# Rows that are not one call.
+
+
+def local_documents(ranks, row: dict) -> str:
+    found = on_ranks(ranks(row["mesh"][0]), _local_documents, row)
+    assert found == row["expect"]
+    return f"{found}"
+
+
+def _local_documents(row: dict) -> list[int]:
+    """Where positions restart or jump in this rank's share."""
+    mesh = pool.mesh(*row["mesh"])
+    tokens = usp.partition(row["seq"], mesh, row["layout"])
+    place = usp.positions(mesh, tokens, mask=mask_of(row["mask"]))[0].tolist()
+    return [0, *(n for n in range(1, len(place)) if place[n] != place[n - 1] + 1), len(place)]
+
+
+def parts(ranks, row: dict) -> str:
+    """lse of every backend on each part, and their merge, against all keys at once."""
+    row = variants(row)[0]
+    heads, dim, total = row["heads"], row["head_dim"], sum(row["parts"])
+    q = normal(0, 1, row["seq"], heads, dim).float()
+    k, v = (normal(n, 1, total, heads, dim).float() for n in (1, 2))
+    seen = torch.ones(1, row["seq"], total, dtype=torch.bool)
+    expected_out, expected_lse = oracle.attention(q.double(), k.double(), v.double(), seen)
+    for backend in usp.backends():
+        merged, first = None, 0
+        for length in row["parts"]:
+            piece = slice(first, first + length)
+            tokens, keys = Partition(row["seq"], "contiguous"), Partition(length, "contiguous")
+            (block,) = blocks(Mask(causal=False), tokens, 0, keys, 0)
+            out, lse = kernels.forward(backend, q, k[:, piece], v[:, piece], block, dim**-0.5)
+            reference = torch.einsum("bihd,bjhd->bhij", q.double(), k[:, piece].double()) * dim**-0.5
+            assert (lse - reference.logsumexp(-1)).abs().max() < 1e-5, backend
+            merged = (out, lse) if merged is None else usp.merge(*merged, out, lse)
+            first += length
+        assert (merged[0] - expected_out).abs().max() < 1e-5
+        assert (merged[1] - expected_lse).abs().max() < 1e-5
+    return f"equal to float64 on {', '.join(usp.backends())}"
+
+
+def merge(ranks, row: dict) -> str:
+    """Parts of constant out and lse, in every order; with a third part that must come through bit by bit."""
+
+    def part(out: float | str, lse: float | str) -> tuple[Tensor, Tensor]:
+        return torch.full((1, 4, 2, 4), float(out)), torch.full((1, 2, 4), float(lse))
+
+    def folded(some) -> tuple[Tensor, Tensor]:
+        total = some[0]
+        for other in some[1:]:
+            total = usp.merge(*total, *other)
+        return total
+
+    given, expected = [part(*x) for x in row["parts"]], part(*row["expect"])
+    for order in itertools.permutations(given):
+        for x, y in zip(folded(order), expected, strict=True):
+            assert torch.allclose(x, y, rtol=1e-6, atol=1e-6)
+    if row.get("third"):
+        third = normal(0, 1, 4, 2, 4).float(), normal(1, 1, 2, 4).float()
+        for order in itertools.permutations([*given, third]):
+            assert all(torch.equal(x, y) for x, y in zip(folded(order), third, strict=True))
+    return f"out {row['expect'][0]}, lse {row['expect'][1]} in every order"
+
+
+def merge_orders(ranks, row: dict) -> str:
+    shape = 1, row["seq"], row["heads"], row["head_dim"]
+    q = normal(0, *shape)
+    k, v = (normal(n, 1, 4 * row["parts"], *shape[2:]) for n in (1, 2))
+    given = []
+    for n in range(row["parts"]):
+        seen = torch.ones(1, row["seq"], 4, dtype=torch.bool)
+        given.append([x.float() for x in oracle.attention(q, k[:, 4 * n : 4 * n + 4], v[:, 4 * n : 4 * n + 4], seen)])
+    everything = oracle.attention(q, k, v, torch.ones(1, row["seq"], 4 * row["parts"], dtype=torch.bool))
+    orders, worst = random.Random(0), 0.0
+    results = []
+    for _ in range(row["orders"]):
+        some = orders.sample(given, len(given))
+        left = some[0]
+        for other in some[1:]:
+            left = usp.merge(*left, *other)
+        tree = list(some)
+        while len(tree) > 1:  # neighbours first, then what they gave
+            tree = [*tree[2:], usp.merge(*tree[0], *tree[1])]
+        results += [left, tree[0]]
+    for result in results:
+        for x, y, first in zip(result, everything, results[0], strict=True):
+            assert (x - y).abs().max() < 1e-5
+            worst = max(worst, (x - first).abs().max().item())
+    assert worst < 2e-6
+    return f"{row['orders']} orders, folded and as a tree, differ by at most {worst:.0e}"
+
+
+def layout(ranks, row: dict) -> str:
+    world = row["mesh"][0] * row["mesh"][1]
+    for seq in row["seqs"]:
+        found = on_ranks(ranks(world), _layout, row, seq)
+        held = [position for _, positions in found for position in positions if position < seq]
+        assert sorted(held) == list(range(seq))
+        if row.get("chunks"):  # two of 2R chunks for each ring rank
+            size = seq // (2 * row["mesh"][0])
+            for rank in range(row["mesh"][0]):
+                chunks = {position // size for place, positions in found if place == rank for position in positions}
+                assert chunks == {rank, 2 * row["mesh"][0] - 1 - rank}
+    if "mask" in row:
+        on_ranks(ranks(world), attention, variants(row | {"seq": row["seqs"][0]})[0])
+    return f"each of {row['seqs']} tokens is on one rank and comes back"
+
+
+def _layout(row: dict, seq: int) -> tuple[int, list[int]]:
+    mesh = pool.mesh(*row["mesh"])
+    tokens = usp.partition(seq, mesh, row["layout"])
+    x = torch.arange(3 * seq).view(3, seq)
+    assert torch.equal(usp.unshard(usp.shard(x, mesh, tokens), mesh, tokens), x)
+    return axes(mesh)[0].rank, usp.positions(mesh, tokens)[0].tolist()
+
+
+def padding(ranks, row: dict) -> str:
+    world, lengths = row["mesh"][0] * row["mesh"][1], []
+    for seq in row["seqs"]:
+        tokens = Partition(seq, row["layout"], *row["mesh"])
+        assert tokens.padded % tokens.multiple == 0
+        assert 0 <= tokens.padded - seq < tokens.multiple
+        assert Partition(tokens.padded, row["layout"], *row["mesh"]).padded == tokens.padded
+        on_ranks(ranks(world), _layout, row, seq)
+        lengths.append(tokens.padded)
+    return f"{row['seqs']} are padded to {lengths}"
+
+
+def multiple(ranks, row: dict) -> str:
+    for ring_size, ulysses, name, expected in row["cases"]:
+        assert Partition(1, name, ring_size, ulysses).multiple == expected
+        for seq in (expected - 1, expected, 3 * expected):
+            found = on_ranks(ranks(ring_size * ulysses), _layout, {"mesh": [ring_size, ulysses], "layout": name}, seq)
+            assert sorted(x for _, positions in found for x in positions if x < seq) == list(range(seq))
+    return "multiples " + ", ".join(f"{x[3]} for {x[2]} on ring {x[0]} x ulysses {x[1]}" for x in row["cases"])
+
+
+def replicas(ranks, row: dict) -> str:
+    found = on_ranks(ranks(8), _replicas, row)
+    assert found[:4] == found[4:]
+    assert sorted(place for place, _ in found[:4]) == [(r, u) for r in range(2) for u in range(2)]
+    return "both replicas have the same places and positions"
+
+
+def _replicas(row: dict) -> tuple[tuple[int, int], list[int]]:
+    mesh = pool.mesh(*row["mesh"], row["data"])
+    tokens = usp.partition(row["seq"], mesh, row["layout"])
+    for name in ("ring", "ulysses", "data"):
+        members = dist.get_process_group_ranks(mesh.get_group(name))
+        gathered = [None] * 8
+        dist.all_gather_object(gathered, members)
+        assert sorted(itertools.chain(*{tuple(x) for x in gathered})) == list(range(8))
+        assert len(members) == 2
+    return tuple(axis.rank for axis in axes(mesh)), usp.positions(mesh, tokens)[0].tolist()
+
+
+def bad_meshes(ranks, row: dict) -> str:
+    messages = []
+    for data, ulysses, ring_size in row["meshes"]:
+        answers = on_ranks(ranks(row["world"]), _bad_mesh, ring_size, ulysses, data)
+        for message in answers:
+            for text in (f"data={data}", f"ulysses={ulysses}", f"ring={ring_size}", str(row["world"])):
+                assert text in message, message
+        messages.append(answers[0])
+    return f"refused: {messages[0]}"
+
+
+def _bad_mesh(ring_size: int, ulysses: int, data: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        usp.init_mesh(ring=ring_size, ulysses=ulysses, data=data, device_type="cpu")
+    return str(caught.value)
+
+
+def half(ranks, row: dict) -> str:
+    """Root mean square errors of a ring over those of one process, same backend, with and without an offset of v."""
+    row = variants(row)[0]
+    (ratios, *_) = on_ranks(ranks(row["mesh"][0]), _half, row)
+    assert all(ratio <= row["at_most"] for ratio in ratios.values()), ratios
+    return "error over that of one process: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+
+
+def _half(row: dict) -> dict[str, float]:
+    ratios: dict[str, float] = {}
+    for offset in (0.0, 4.0):
+        call = Call(row)
+        call.v = (call.v.double() + offset).to(call.v.dtype)
+        spread, expected = call.run(), call.expected()
+        alone = Call(row | {"mesh": [1, 1]})
+        alone.v = call.v
+        single = alone.run()
+        assert spread["lse"].dtype == torch.float32
+        assert (spread["lse"] - expected["lse"]).abs().max() < 1e-4
+        for name in ("out", "dq", "dk", "dv"):
+            error, base = ((x[name].double() - expected[name]).square().mean().sqrt().item() for x in (spread, single))
+            ratios[f"{name} with v + 4" if offset else name] = error / base
+    return ratios
+
+
+def one_layout(ranks, row: dict) -> str:
+    """`shard`, `hybrid_attention`, `unshard` and `positions` all take the partition; none takes a layout."""
+    for function in (usp.shard, usp.unshard, usp.positions, usp.hybrid_attention, usp.ring_attention):
+        parameters = inspect.signature(function).parameters
+        assert "tokens" in parameters
+        assert "layout" not in parameters
+    message = on_ranks(ranks(2), _two_layouts, row)[1]
+    return f"the partition carries the layout; ranks that differ in it: {message}"
+
+
+def _two_layouts(row: dict) -> str:
+    mesh = pool.mesh(*row["mesh"])
+    tokens = Partition(row["seq"], "zigzag" if dist.get_rank() else "contiguous", *row["mesh"])
+    x = usp.shard(normal(0, 1, row["seq"], 2, 8), mesh, tokens)
+    with pytest.raises(ValueError, match=r"contiguous.*zigzag|zigzag.*contiguous") as caught:
+        usp.hybrid_attention(x, x, x, mesh, tokens, mask=Mask(causal=True))
+    return str(caught.value)
+
+
+def entry_points(ranks, row: dict) -> str:
+    found = on_ranks(ranks(row["mesh"][0] * row["mesh"][1]), _entry_points, variants(row)[0])
+    assert all(found)
+    return "a changed key of any rank changes the output of all, by the function, the module and the pieces"
+
+
+def _entry_points(row: dict) -> bool:
+    call = Call(row)
+    mesh, tokens, mask = call.mesh, call.tokens, call.mask
+
+    def by_pieces(q, k, v):
+        heads = [usp.sequence_to_heads(x, mesh) for x in (q, k, v)]
+        return usp.heads_to_sequence(usp.ring_attention(*heads, mesh, tokens, mask=mask)[0], mesh)
+
+    points = [
+        lambda q, k, v: usp.hybrid_attention(q, k, v, mesh, tokens, mask=mask),
+        lambda q, k, v: usp.HybridAttention(mesh)(q, k, v, tokens, mask),
+        by_pieces,
+    ]
+    placed = [x[0] for x in everyone(usp.positions(mesh, tokens)[0])]  # a token of every rank
+    for point in points:
+        q, k, v = (usp.shard(x, mesh, tokens) for x in (call.q, call.k, call.v))
+        before = point(q, k, v)
+        for position in placed:
+            other = call.k.clone()
+            other[:, position] += 1
+            after = point(q, usp.shard(other, mesh, tokens), v)
+            assert (after != before).flatten(3).any(3).all()
+    return True
+
+
+def rank_fails(ranks, row: dict) -> str:
+    """A pool of its own: its groups cannot be used afterwards."""
+    short = pool.Pool(4, timeout_s=10)
+    try:
+        on_ranks(short, _rank_fails, variants(row)[0])
+    except AssertionError as error:
+        text = str(error)
+    else:
+        raise AssertionError("nobody noticed")
+    finally:
+        short.close()
+    first, *others = text.split("\nrank ")
+    own = "ValueError: the loader is empty"
+    assert first.startswith("rank 2:"), text
+    assert own in first
+    assert len(others) == 3
+    assert all("If another rank stayed away" in x for x in others)
+    return f"rank 2: {own}; then the others: RuntimeError, another rank stayed away, rebuild the group"
+
+
+def _rank_fails(row: dict) -> None:
+    call = Call(row)
+    shards = [usp.shard(x, call.mesh, call.tokens) for x in (call.q, call.k, call.v)]
+    if dist.get_rank() == 2:
+        raise ValueError("the loader is empty")
+    start_s = time.monotonic()
+    try:
+        call.attention(*shards)
+    finally:
+        assert time.monotonic() - start_s < 15
+
+
+def degenerate(ranks, row: dict) -> str:
+    row = variants(row)[0]
+    call = Call(row)
+    compared(row, call.run(), call.expected())
+    on_ranks(ranks(1), _world_of_one, row)
+    for ring_size, ulysses, data in row["meshes"]:
+        message = on_ranks(ranks(1), _bad_mesh, ring_size, ulysses, data)[0]
+        assert f"ring={ring_size}" in message
+        assert f"ulysses={ulysses}" in message
+    return "equal to float64 without a group and in a group of one; degrees of 0 and -1 are refused"
+
+
+def _world_of_one(row: dict) -> None:
+    call = Call(row, pool.mesh(1, 1))
+    compared(row, call.run(), call.expected())
+
+
+def sequence(ranks, row: dict) -> str:
+    ring_size, ulysses = row["mesh"]
+    on_ranks(ranks(ring_size * ulysses), _sequence, row)
+    return f"{len(row['calls'])} calls, backward in the order {row['backward']}: equal to float64, outputs kept"
+
+
+def _sequence(row: dict) -> None:
+    calls = [variants(row | call)[0] for call in row["calls"]]
+    original = F.scaled_dot_product_attention
+    kept = []
+    for each in calls:
+        if "refused" in each:
+            refused({**each, "id": row["id"]})
+            kept.append(None)
+            continue
+        call = Call(each)
+        shards = [usp.shard(x, call.mesh, call.tokens).requires_grad_() for x in (call.q, call.k, call.v)]
+        out, lse = call.attention(*shards)
+        kept.append((call, shards, [x.detach().clone() for x in shards], out, lse, out.detach().clone()))
+    for n in row["backward"]:
+        call, shards, _, out, lse, _ = kept[n]
+        dout = usp.shard(call.dout, call.mesh, call.tokens)
+        values = [out.detach(), lse.detach(), *torch.autograd.grad(out, shards, dout)]
+        whole = {
+            name: usp.unshard(x, call.mesh, call.tokens, dim=WHERE[name]) for name, x in zip(WHERE, values, strict=True)
+        }
+        compared(call.row, whole, call.expected())
+    for each in kept:
+        if each is not None:
+            _, shards, before, out, _, first = each
+            assert torch.equal(out, first)
+            assert all(torch.equal(x, y) for x, y in zip(shards, before, strict=True))
+    assert F.scaled_dot_product_attention is original
+
+
+def copies(ranks, row: dict) -> str:
+    ring_size, ulysses = row["mesh"]
+    on_ranks(ranks(ring_size * ulysses), _copies, row)
+    return "the shard keeps its values, in a storage of its own size"
+
+
+def _copies(row: dict) -> None:
+    mesh = pool.mesh(*row["mesh"])
+    tokens = usp.partition(row["seq"], mesh, row["layout"])
+    x = torch.arange(row["seq"], dtype=torch.float32)[None]
+    local = usp.shard(x, mesh, tokens)
+    before = local.clone()
+    x.zero_()
+    assert torch.equal(local, before)
+    assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
+
+
+def memory(ranks, row: dict) -> str:
+    row = variants(row)[0]
+    peaks = {}
+    for ring_size in (2, row["mesh"][0]):
+        call = row | {"mesh": [ring_size, 1], "seq": ring_size * row["seq_local"]}
+        peaks[ring_size] = max(on_ranks(ranks(ring_size), _live_chunks, call))
+    small, large = peaks.values()
+    assert large <= row["at_most"]
+    assert large <= 1.1 * small
+    return ", ".join(f"ring {size}: {count:.0f} chunks of k and v at once" for size, count in peaks.items())
+
+
+def _live_chunks(row: dict) -> float:
+    """The most chunks that were alive when a step began: the rank's own, and every message and buffer."""
+    call, peak, alive = Call(row), 0, []
+    chunk = 2 * call.k.nbytes // row["mesh"][0]
+    pack, empty, start = ring._pack, comm.Exchange.empty, comm.Exchange.start
+
+    def followed(function):
+        def followed_(*args):
+            alive.append((StorageWeakRef((x := function(*args)).untyped_storage()), x.nbytes))
+            return x
+
+        return followed_
+
+    def counted(self, *args):
+        nonlocal peak
+        found = start(self, *args)
+        sizes = {reference.cdata: size for reference, size in alive if not reference.expired()}
+        peak = max(peak, chunk + sum(sizes.values()))
+        return found
+
+    with (
+        mock.patch.object(ring, "_pack", followed(pack)),
+        mock.patch.object(comm.Exchange, "empty", followed(empty)),
+        mock.patch.object(comm.Exchange, "start", counted),
+    ):
+        shards = [usp.shard(x, call.mesh, call.tokens) for x in (call.q, call.k, call.v)]
+        call.attention(*shards)
+    return peak / chunk
+
+
+def sent_bytes(ranks, row: dict) -> str:
+    found = on_ranks(ranks(row["mesh"][0]), _sent_bytes, variants(row)[0])
+    assert found == [row["expect"]] * len(found)
+    return f"{found[0]} bytes from every rank"
+
+
+def _sent_bytes(row: dict) -> int:
+    call = Call(row)
+    shards = [usp.shard(x, call.mesh, call.tokens) for x in (call.q, call.k, call.v)]
+    with usp.measure_traffic() as traffic:
+        call.attention(*shards)
+    return traffic.payload_bytes
+
+
+def compiled(ranks, row: dict) -> str:
+    """In processes of its own, where signatures are not checked: checks cannot be traced."""
+    script = [str(Path(__file__).with_name("compiled.py")), "ring"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("equal, compiled once for 3 calls") == 2, result.stdout
+    return "equal, compiled once for 3 calls"
+
+
+def balance(ranks, row: dict) -> str:
+    """What zigzag gives, until there is a layout that is made for the mask."""
+    with pytest.raises(ValueError) as caught:
+        usp.partition(row["seq"], None, "balanced")
+    assert all(name in str(caught.value) for name in row["refused"])
+    tokens, mask = Partition(row["seq"], "zigzag", *row["mesh"]), mask_of(row["mask"])
+    shares = range(row["mesh"][0])
+    work = [sum(block.pairs for s in shares for block in blocks(mask, tokens, r, tokens, s)) for r in shares]
+    assert sum(work) == sum(row["expect"])
+    return f"waits for {row['later']} (then {row['expect']}; zigzag {work}); refused: {caught.value}"
+
+
+OPERATIONS: dict[str, Callable] = {
+    "attention": attention,
+    "balance": balance,
+    "bytes": sent_bytes,
+    **{
+        function.__name__: function
+        for function in (
+            *(bad_meshes, compiled, copies, degenerate, entry_points, half, layout, local_documents, memory, merge),
+            *(merge_orders, multiple, one_layout, padding, parts, rank_fails, replicas, sequence),
+        )
+    },
+}
+KEYS = {key for row in ROWS for key in row}
+
+
+def main() -> None:
+    """Print a line a row; end with 1 if one is not right."""
+    wanted, failed = set(sys.argv[1:]), 0
+    torch.set_num_threads(1)
+    pools = pool.Pools()
+    try:
+        for row in ROWS:
+            if wanted and row["id"] not in wanted:
+                continue
+            try:
+                text = outcome(pools.of, row)
+            except Exception:
+                failed += 1
+                text = "WRONG\n" + traceback.format_exc(limit=-3)
+            print(f"{row['id']}  {row['what']} ({row['source']})\n      {text}", flush=True)
+    finally:
+        pools.close()
+    count = len(wanted) or len(ROWS)
+    print(f"\n{count} rows, {failed} wrong")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
