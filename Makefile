@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: sweep test cases fuzz lint clean
+.PHONY: sweep test cases fuzz mutate lint clean
 
 sweep: $(READY)  ## the main job: hybrid attention on every mesh of four ranks
 	$(BIN)/python -m experiments.attention -m experiment=sweep
@@ -19,6 +19,9 @@ cases: $(READY)  ## what users of other libraries met: every row and its outcome
 
 fuzz: $(READY)  ## drawn calls against the definition: CALLS of them, by SEED
 	$(BIN)/python -m tests.test_fuzz $(CALLS) --seed $(SEED)
+
+mutate: $(READY)  ## faults put into a copy of the library: does a test fail?
+	$(BIN)/python -m tests.test_mutations
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 import usp
 import usp.kernels
-from experiments import attention, device_check, ranks
+from experiments import attention, device_check, ranks, traffic
 from experiments.config import CONFIGS, register, scaled
 from tests import faults
 
@@ -520,6 +520,19 @@ def test_the_first_call_does_not_count():
 
 # ---------------------------------------------------------------------------------------------------
 # The device check.
+
+
+def test_bytes_of_masks_are_counted_as_predicted():
+    """Of every mask and layout; a window sends the window, documents that end with the shards nothing."""
+    lines = {(x.layout, x.mask): x for x in traffic.table(4096, 2)}
+    assert len(lines) == 18
+    for line in lines.values():
+        assert line.counted_bytes == line.predicted_bytes, line
+    assert lines["contiguous", "full"].share == 1.0
+    assert lines["contiguous", "causal"].share == 0.5
+    window = lines["contiguous", "causal, window 1,024"]
+    assert window.counted_bytes == 3 * 1023 * 2 * traffic.HEAD_DIM * traffic.WIDE_BYTES
+    assert lines["contiguous", "16 documents of equal length"].counted_bytes == 0
 
 
 def test_the_device_check_goes_through_on_a_cpu_without_hydra(tmp_path):

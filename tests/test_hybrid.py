@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import usp
 from tests import hybrid, oracle, pool
 from tests.hybrid import Case
-from usp import Mask, kernels, ring
+from usp import Mask, Region, kernels, ring
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 MESHES = [(ring, world // ring) for world in WORLDS for ring in range(1, world + 1) if world % ring == 0]
@@ -96,6 +96,47 @@ def test_keys_of_another_length(ranks, layout):
         Case(2, 2, layout, 33, Mask(causal=False), key_seq=5),
         Case(2, 2, layout, 9, Mask(causal=True), start=24, key_seq=33),
         Case(4, 1, layout, 9, Mask(causal=True, window=7), start=24, key_seq=33),
+    )
+
+
+REGIONS = {
+    "prefix": Mask(True, regions=[[Region((0, 15), (0, 15))]]),
+    "images": Mask(True, 20, regions=[[Region((3, 14), (3, 14)), Region((21, 37), (21, 37))]]),
+    "chunks": Mask.packed([9, 9, 9, 9, 4], causal=True),
+    "shared prefix": Mask(True, documents=[[(0, 11), (11, 25), (25, 40)]], regions=[[Region((11, 40), (0, 11))]]),
+    "sinks": Mask(True, 6, regions=[[Region((0, 40), (0, 4), high=0)]]),
+    "row by row": Mask(
+        False, documents=[[]], regions=[[Region((4, 30), (2, 40), -6, 9)], [], [Region((0, 40), (0, 40))]]
+    ),
+    "holes": Mask.from_attention_mask([[1] * 9 + [0] * 4 + [1] * 20 + [0] * 7] * 3, causal=True),
+}
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (4, 1), (1, 3)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_regions(ranks, ring, ulysses, layout):
+    """What a mask shows besides is attended and differentiated like the rest."""
+    heads = 2 * ulysses, ulysses
+    worst_of(ranks, *(Case(ring, ulysses, layout, 40, mask, *heads, batch=3) for mask in REGIONS.values()))
+
+
+@pytest.mark.parametrize("key_layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_queries_and_keys_in_other_layouts(ranks, layout, key_layout):
+    masks = [Mask(False), Mask.from_cu_seqlens([0, 4, 20], [0, 15, 26], causal=False)]
+    if (layout == "striped") == (key_layout == "striped"):
+        masks += [Mask(False, 8), Mask.from_cu_seqlens([0, 4, 20], [0, 15, 26], causal=True, window=7)]
+    worst_of(ranks, *(Case(2, 2, layout, 21, mask, key_seq=27, key_layout=key_layout) for mask in masks))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prefill_in_chunks(ranks, layout):
+    """The queries of each chunk are the last tokens so far; one mask of the whole prompt serves all of them."""
+    mask = Mask.packed([[50], [21, 29]], causal=True)
+    chunks = [(0, 16), (16, 16), (32, 3), (35, 15)]
+    worst_of(
+        ranks,
+        *(Case(2, 2, layout, seq, mask, start=start, key_seq=start + seq, batch=2) for start, seq in chunks),
     )
 
 

@@ -230,13 +230,14 @@ def check_call(
     rows = batch_rows(mask, tokens, keys)
     if rows not in (1, q.shape[0]):
         raise ValueError(f"the mask or a start tells {rows} batch rows apart, but the batch is {q.shape[0]}")
-    if tokens == keys and mask.documents is not None:
+    if keys is tokens and mask.documents is not None:  # with partitions of their own, more of the sequence may follow
         for row in range(rows):
             documents, (first, end) = mask.documents[row if len(mask.documents) > 1 else 0], tokens.span(row)
             if documents and documents[-1][1] > end:
                 raise ValueError(
                     f"the mask's documents reach to position {documents[-1][1]} in row {row}, but the {tokens.seq} "
-                    f"tokens from position {first} end at {end}: their lengths and offsets are of the whole sequence"
+                    f"tokens from position {first} end at {end}: give lengths and offsets of this sequence, or "
+                    "key_tokens= if these tokens are a part of it"
                 )
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale={scale} is not a positive finite number")

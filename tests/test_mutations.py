@@ -1,0 +1,231 @@
+"""Do the tests notice? Put one fault after another into a copy of the library; each must make a test fail.
+
+python -m tests.test_mutations             all of them
+python -m tests.test_mutations 3 17        some of them, by number
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TESTS = ("blocks", "merging", "kernels", "sharding", "cases", "comm", "fuzz", "hybrid", "project")
+LIMIT_S = 600.0
+
+
+class Mutation(NamedTuple):
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str  # the tests that are tried first
+
+
+MUTATIONS = (
+    Mutation(
+        "the sign of the offset between queries and keys",
+        "blocks.py",
+        "high = (high - (k.start - q.start)) // q.step",
+        "high = (high + (k.start - q.start)) // q.step",
+        "blocks",
+    ),
+    Mutation(
+        "a window's near edge rounded outwards on striped shards",
+        "blocks.py",
+        "low = -((k.start - q.start - low) // q.step)",
+        "low = (low - (k.start - q.start)) // q.step",
+        "blocks",
+    ),
+    Mutation(
+        "padding is real",
+        "blocks.py",
+        "first, end = max(region[0], real[0]), min(region[1], real[1])",
+        "first, end = region",
+        "blocks",
+    ),
+    Mutation(
+        "other tokens taken for the same ones",
+        "blocks.py",
+        "region.high == 0 and q_pieces == k_pieces",
+        "region.high == 0",
+        "blocks",
+    ),
+    Mutation(
+        "the last hop of every source dropped",
+        "blocks.py",
+        "if step == 0 or need[rank][source]",
+        "if step == 0 or (need[rank][source] and step < len(need) - 1)",
+        "cases",
+    ),
+    Mutation(
+        "keys looked for at the wrong place of a message",
+        "blocks.py",
+        "first = before + block.k.start - here.start",
+        "first = before",
+        "cases",
+    ),
+    Mutation("a window one too long", "masks.py", "shift + 1 - window", "shift - window", "blocks"),
+    Mutation("overlapping regions counted twice", "masks.py", "other.low - 1, min", "other.low, min", "blocks"),
+    Mutation(
+        "documents of one token lost", "masks.py", "if position == 0:", "if position == 0 and last != 0:", "blocks"
+    ),
+    Mutation(
+        "zigzag dealt without turning round",
+        "partitions.py",
+        "(*range(self.ring), *reversed(range(self.ring)))",
+        "(*range(self.ring), *range(self.ring))",
+        "cases",
+    ),
+    Mutation(
+        "lse of two parts is the larger one",
+        "merging.py",
+        "torch.logaddexp(lse, block_lse, out=lse)",
+        "torch.maximum(lse, block_lse, out=lse)",
+        "merging",
+    ),
+    Mutation(
+        "NaN of a part without keys gets through",
+        "merging.py",
+        "torch.where(per_row(lse) == -torch.inf, 0.0, out) * per_row(weight)",
+        "out * per_row(weight)",
+        "merging",
+    ),
+    Mutation(
+        "gradients travel and are summed in bfloat16",
+        "ring.py",
+        "wide = accumulator_dtype(k.dtype)\n        self.exchange",
+        "wide = k.dtype\n        self.exchange",
+        "comm",
+    ),
+    Mutation(
+        "a visitor forgets what the ones before it added",
+        "ring.py",
+        "self.held[source] = self.arriving.pop(source)",
+        "self.held[source] = self.arriving.pop(source).zero_()",
+        "cases",
+    ),
+    Mutation(
+        "home keeps only what came from others",
+        "ring.py",
+        "mine[:, at_home] += others[:, sent]",
+        "mine[:, at_home] = others[:, sent]",
+        "cases",
+    ),
+    Mutation(
+        "the gradient through lse dropped",
+        "ring.py",
+        "*(None if dlse is None else dlse[rows], block, plan.scale)",
+        "*(None, block, plan.scale)",
+        "cases",
+    ),
+    Mutation("the caller's scale ignored", "ring.py", "if scale is None else scale", "", "cases"),
+    Mutation(
+        "an edge block's lse in the wrong order",
+        "kernels/sdpa.py",
+        "grads = _cpu_backward(dout, q, k, v, out, _in_order(lse, 2, low)",
+        "grads = _cpu_backward(dout, q, k, v, out, lse",
+        "kernels",
+    ),
+    Mutation(
+        "the sign of dlse",
+        "kernels/sdpa.py",
+        "out = torch.cat([out, *(-x for x",
+        "out = torch.cat([out, *(x for x",
+        "kernels",
+    ),
+    Mutation("dq and dk without the scale", "kernels/tiled.py", ".mul_(p).mul_(scale)", ".mul_(p)", "kernels"),
+    Mutation(
+        "heads dealt one by one and not in runs",
+        "ulysses.py",
+        '"b s (p h) d -> p b s h d", "p b s h d -> b (p s) h d"',
+        '"b s (h p) d -> p b s h d", "p b s h d -> b (p s) h d"',
+        "cases",
+    ),
+    Mutation(
+        "positions do not restart",
+        "sharding.py",
+        "torch.where(inside, rows[row] - first, restarted[row])",
+        "torch.where(inside, rows[row], restarted[row])",
+        "sharding",
+    ),
+    Mutation(
+        "only one rank's share of a sum",
+        "comm.py",
+        "return all_to_all(x, group, kind).sum(0)",
+        "return all_to_all(x, group, kind)[0]",
+        "comm",
+    ),
+    Mutation("ranks always agree", "comm.py", "if highest == -negated:", "if True:", "comm"),
+)
+
+
+def mutated(mutation: Mutation) -> str:
+    """The file with the fault in it.
+
+    Raises:
+        ValueError: if the place is not there exactly once.
+    """
+    text = (ROOT / "usp" / mutation.file).read_text()
+    if text.count(mutation.old) != 1:
+        raise ValueError(f"{mutation.what}: {mutation.old!r} is {text.count(mutation.old)} times in {mutation.file}")
+    return text.replace(mutation.old, mutation.new)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=[x.what for x in MUTATIONS])
+def test_it_can_still_be_put_in(mutation):
+    ast.parse(mutated(mutation))
+
+
+def caught(mutation: Mutation, folder: Path) -> str:
+    """The test that failed with the fault and passes without it; empty if none does."""
+    copy = folder / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "results", "outputs", "multirun", "__pycache__"))
+    broken = copy / "usp" / mutation.file
+    right, wrong = broken.read_text(), mutated(mutation)
+    for name in (mutation.tests, *(x for x in TESTS if x != mutation.tests)):
+        broken.write_text(wrong)
+        output = pytest_on(copy, f"tests/test_{name}.py")
+        if failed := re.search(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::.*?)?)(?: - .*)?$", output, re.MULTILINE):
+            broken.write_text(right)
+            again = pytest_on(copy, failed[1])
+            if " passed" not in again or " failed" in again or "error" in again:
+                raise RuntimeError(f"{failed[1]} fails without the fault too:\n{again[-2000:]}")
+            return failed[1]
+    return ""
+
+
+def pytest_on(copy: Path, test: str) -> str:
+    """What pytest prints for a test of a copy of the project."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", test]
+    try:
+        return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=LIMIT_S).stdout
+    except subprocess.TimeoutExpired:
+        return f"FAILED {test} - still running after {LIMIT_S} s"
+
+
+def main() -> None:
+    wanted = [int(x) for x in sys.argv[1:]] or range(1, len(MUTATIONS) + 1)
+    missed = 0
+    for number in wanted:
+        mutation, start_s = MUTATIONS[number - 1], time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            test = caught(mutation, Path(folder))
+        missed += not test
+        seconds = time.monotonic() - start_s
+        print(f"{number:2}  {mutation.file}: {mutation.what}\n    {test or 'NOT CAUGHT'} ({seconds:.0f} s)", flush=True)
+    print(f"\n{len(wanted) - missed} of {len(wanted)} caught")
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    main()
