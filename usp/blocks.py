@@ -127,16 +127,38 @@ Columns = tuple[range, ...]  # of a source's keys: not empty, increasing, apart 
 
 
 def needed(mask: Mask, queries: Partition, keys: Partition) -> tuple[tuple[Columns, ...], ...]:
-    """[rank][source]: which of that ring rank's keys this one sees, in any batch row."""
-    found: list[list[list[range]]] = [[[] for _ in range(queries.ring)] for _ in range(queries.ring)]
+    """[rank][source]: which of that ring rank's keys this one sees, in any batch row.
+
+    Of striped keys, where every rank holds some of every document: all from the first to the last that anybody may see.
+    """
+    ranks = range(queries.ring)
+    found: list[list[list[range]]] = [[[] for _ in ranks] for _ in ranks]
+    striped = keys.layout == Layout.STRIPED and keys.ring > 1
+    hulls = [_hull(mask, keys, source) if striped else [] for source in ranks]
     for row in range(batch_rows(mask, queries, keys)):
         for region in mask.disjoint_regions(row):
+            if striped and all(map(all, found)):
+                break
             holders = list(_holders(keys, row, region.keys))
             for rank, q_runs in _holders(queries, row, region.queries):
                 for source, k_runs in holders:
+                    if striped and found[rank][source]:
+                        continue
                     rectangles = _rectangles(region, q_runs, queries.span(row), k_runs, keys.span(row))
-                    found[rank][source] += [block.k for block in rectangles]
+                    columns = [block.k for block in rectangles]
+                    found[rank][source] += hulls[source] if striped and columns else columns
     return tuple(tuple(_union(columns) for columns in row) for row in found)
+
+
+def _hull(mask: Mask, keys: Partition, source: int) -> list[range]:
+    """A source's keys between the first and the last that any query may see, in any batch row."""
+    found = []
+    for row in range(max(mask.rows, len(keys.starts))):
+        if regions := mask.disjoint_regions(row):
+            span = min(x.keys[0] for x in regions), max(x.keys[1] for x in regions)
+            pieces = _inside(keys.runs(source, row), span, keys.span(row))
+            found += [range(x.first, x.first + x.run.count) for x in pieces]
+    return found
 
 
 def carried(need: Sequence[Sequence[Columns]]) -> tuple[Columns, ...]:
