@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from bisect import bisect_right
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests import oracle
 from usp.blocks import Block, Kind, batch_rows, blocks, carried, needed, ring_order, schedule, steps
@@ -297,20 +300,50 @@ def test_an_order_that_collides_is_refused():
         (lambda: Mask.packed([3.0, 4.0], causal=True), "lengths holds 3.0"),
         (lambda: Mask.packed([[3], 4], causal=True), "lengths mixes numbers and rows"),
         (lambda: Mask.packed([[[3]]], causal=True), "lengths has more than two dimensions"),
-        (lambda: Mask.from_cu_seqlens([3, 4], causal=True), r"cu_seqlens \[3, 4\]: .* begin with 0"),
-        (lambda: Mask.from_cu_seqlens([0, 4, 3], causal=True), "never decrease"),
+        (lambda: Mask.from_cu_seqlens([3, 4], causal=True), r"cu_seqlens begins with \[3\]: .* begin with 0"),
+        (lambda: Mask.from_cu_seqlens([0, 4, 3], causal=True), "from 4 to 3: .* never decrease"),
         (lambda: Mask.from_cu_seqlens([0, 4], [0, 2, 3], causal=False), r"\[1\].*key_cu_seqlens \[2\]"),
         (lambda: Mask.from_position_ids([4, 5, 6], causal=True), "position_ids holds 4 at index 0 after None.*whole"),
         (lambda: Mask.from_position_ids([0, 1, 3], causal=True), "position_ids holds 3 at index 2 after 1"),
-        (lambda: Mask.from_position_ids([[0, 1]], [[1]], causal=True), "position_ids has 1 rows of 2"),
+        (
+            lambda: Mask.from_position_ids([[0, 1]], [[1]], causal=True),
+            "position_ids is (1, 2) and attention_mask (1, 1)".replace("(", r"\(").replace(")", r"\)"),
+        ),
         (
             lambda: Mask.from_attention_mask(torch.zeros(1, 1, 4, 4), causal=True),
             "attention_mask has more than two dimensions.*dense",
         ),
         (lambda: Mask.from_attention_mask(torch.zeros(2, 4), causal=True), "attention_mask holds 0.0.*additive"),
         (lambda: Mask.from_attention_mask([[0, -10000]], causal=True), "attention_mask holds -10000.*additive"),
-        (lambda: Mask.from_attention_mask([], causal=True).rows and Mask(True, regions=[]), "regions is empty"),
-        (lambda: Mask(True, regions=[Region((0, 4), (0, 4))]), r"one row of Region\(queries, keys, low, high\)"),
+        (lambda: Mask.from_attention_mask([], causal=True), "attention_mask is empty"),
+        (
+            lambda: Mask.from_attention_mask(torch.zeros(3, 0, dtype=torch.int64), causal=True),
+            "attention_mask is empty",
+        ),
+        (lambda: Mask.from_attention_mask([[1, 1], [1]], causal=True), r"attention_mask has rows of \[1, 2\] tokens"),
+        (lambda: Mask.from_position_ids([[0, 1], [0]], causal=True), r"position_ids has rows of \[1, 2\] tokens"),
+        (lambda: Mask.from_attention_mask([[1, 0] * 100], causal=True), "a document is in 100 runs"),
+        (lambda: Mask.packed([], causal=True), "lengths is empty"),
+        (lambda: Mask.packed(torch.tensor(3), causal=True), "lengths is 3: give a tensor or a sequence"),
+        (lambda: Mask.packed(None, causal=True), "lengths is None"),
+        (lambda: Mask.from_cu_seqlens({0, 3}, causal=True), r"cu_seqlens is \{0, 3\}"),
+        (lambda: Mask.padded([[3, 4], [5, 6]], 8, causal=True), "one length a batch row"),
+        (lambda: Mask(True, documents=[(0, 4), (4, 10)]), "documents holds 0 where a span"),
+        (lambda: Mask(True, documents=[[(0.5, 4.9)]]), r"documents holds \(0.5, 4.9\) where a span"),
+        (lambda: Mask(True, documents=5), "documents holds 5 where a row is"),
+        (lambda: Mask(True, regions=5), "regions holds 5 where a row is"),
+        (lambda: Mask(True, regions=[None]), "regions holds None where a row is"),
+        (lambda: Mask(True, regions=[[None]]), "regions holds None: give one row of Region"),
+        (lambda: Mask(True, regions=[[(("0", "4"), (0, 4))]]), r"regions holds \('0', '4'\) where a span"),
+        (lambda: Mask(True, regions=[[((0, float("inf")), (0, 4))]]), "inf.* where a span"),
+        (lambda: Mask(True, regions=[[((0, 4), (0, 4), 0.5)]]), "low and high are whole numbers"),
+        (lambda: Mask(True, regions=[[((-3, 4), (0, 4))]]), "positions start at 0"),
+        (lambda: Mask(True, 2.5), "window=2.5: .* whole number from 1; None is no window"),
+        (lambda: Mask("no"), "causal='no' is neither True nor False"),
+        (lambda: Mask.from_attention_mask([[1, 0, 1]], causal=True, window=-1), "window=-1"),
+        (lambda: Mask.from_cu_seqlens([0, 3], [0, 3], causal=True, window=0), "window=0"),
+        (lambda: Mask(True, regions=[]), "regions is empty"),
+        (lambda: Mask(True, regions=[Region((0, 4), (0, 4))]), r"regions holds \(0, 4\): give one row of Region"),
         (lambda: Mask(True, regions=[[((0, 4), (0, 4), 1, 2, 3)]]), "one row of Region"),
         (lambda: Mask(True, regions=[[Region((0, 4), (4, 4))]]), "shows nothing"),
         (lambda: Mask(True, regions=[[Region((0, 4), (0, 4), 3, 2)]]), "shows nothing"),
@@ -414,6 +447,64 @@ MADE = {
 def test_masks_from_what_models_hold(made, expected):
     """Attention masks, position ids and cumulative lengths say the same as spans and regions."""
     assert made == expected
+
+
+def together(numbers: list[list[object]], row: int) -> torch.Tensor:
+    """(seq, seq) of bool: equal numbers, and not None."""
+    same = [[a == b and a is not None for b in numbers[row]] for a in numbers[row]]
+    return torch.tensor(same).view(len(same), len(same))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_constructors_show_what_they_are_given(data):
+    """Numbered tokens, restarting positions and lengths, drawn at random, against equal numbers pair by pair."""
+    batch, seq = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 24))
+    causal, window = data.draw(st.booleans()), data.draw(st.none() | st.integers(1, 9))
+    row = st.lists(st.integers(0, 3), min_size=seq, max_size=seq)
+    given_numbers = [data.draw(row) for _ in range(batch)]
+    restarts = [[data.draw(st.booleans()) for _ in range(seq)] for _ in range(batch)]
+    position_ids, numbered = [], []
+    for kept, again in zip(given_numbers, restarts, strict=True):
+        ids, documents, position, document = [], [], -1, 0
+        for there, restart in zip(kept, again, strict=True):
+            if there:
+                document += restart or position < 0
+                position = 0 if restart or position < 0 else position + 1
+            ids.append(position if there else 7)
+            documents.append((there, document) if there else None)
+        position_ids.append(ids)
+        numbered.append(documents)
+    kind = {"causal": causal, "window": window}
+    made = {
+        "attention mask": (
+            Mask.from_attention_mask,
+            [torch.tensor(given_numbers)],
+            [[x or None for x in r] for r in given_numbers],
+        ),
+        "position ids": (Mask.from_position_ids, [torch.tensor(position_ids), torch.tensor(given_numbers)], numbered),
+    }
+    if all(map(any, given_numbers)):
+        cut = [0, *sorted(data.draw(st.lists(st.integers(0, seq), max_size=5))), seq]
+        by_offset = [[bisect_right(cut, n) for n in range(seq)]]
+        made["cumulative lengths"] = Mask.from_cu_seqlens, [torch.tensor(cut)], by_offset
+    tokens = Partition(seq, "contiguous")
+    for name, (make, arguments, numbers) in made.items():
+        if name != "cumulative lengths" and not any(map(any, numbers)):
+            continue
+        mask = make(*arguments, **kind)
+        for n in range(len(numbers)):
+            expected = together(numbers, n) & oracle.visible(Mask(**kind), tokens, tokens, 0)
+            assert torch.equal(oracle.visible(mask, tokens, tokens, n), expected), (name, arguments)
+
+
+def test_the_order_of_regions_does_not_matter():
+    """Nor does the process: equal masks have equal blocks everywhere."""
+    wide, narrow = Region((0, 8), (0, 8)), Region((0, 8), (0, 8), 0, None)
+    for regions in ([wide, narrow], [narrow, wide], [narrow, wide, narrow]):
+        mask = Mask(True, documents=[[]], regions=[regions])
+        assert mask.disjoint_regions() == (wide,)
+        assert not mask.ordered
 
 
 def test_regions_of_many_documents_are_quick():

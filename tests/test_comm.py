@@ -172,7 +172,7 @@ def _movement() -> bool:
     assert torch.equal(comm.all_to_all(sent, group, "test"), torch.arange(2) + 2 * rank + 100 * everyone[:, None])
     assert torch.equal(comm.all_gather(sent, group, "test"), torch.arange(6).view(3, 2) + 100 * everyone[:, None, None])
     assert torch.equal(comm.reduce_scatter(sent, group, "test"), 3 * (torch.arange(2) + 2 * rank) + 300)
-    exchange = comm.Exchange(group, "test", torch.int64, torch.device("cpu"))
+    exchange = comm.Exchange(group, "test", 2, torch.int64, torch.device("cpu"))
     right, left = (rank + 1) % 3, (rank - 1) % 3
     mine = torch.tensor([rank, rank])
     (first,) = exchange.start([(Hop(0, right), mine)], [(Hop(0, left), 2)])
@@ -249,7 +249,10 @@ ERRORS = {
     "mixed dtypes": ({"q": torch.zeros(1, 12, 4, 8)}, "torch.float32, torch.float64, torch.float64"),
     "integers": ({"dtype": torch.int64}, "cannot do dtype=torch.int64"),
     "groups": ({"q": torch.zeros(1, 12, 5, 8, dtype=torch.float64)}, "5 query heads over 2 KV heads"),
-    "documents": ({"mask": Mask.packed([40, 9], causal=True)}, "reach to position 49 in row 0, but the 48 tokens"),
+    "documents": (
+        {"mask": Mask.packed([40, 9], causal=True)},
+        "reach to position 49 in batch row 0, but the 48 tokens",
+    ),
     "rows": ({"mask": Mask(True, documents=(((0, 9),), ((0, 7),)))}, "tells 2 batch rows apart, but the batch is 1"),
 }
 

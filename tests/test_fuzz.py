@@ -168,7 +168,7 @@ def main() -> None:
             fuzz(pools.of, int(arguments.what), arguments.seed)
         else:
             check(pools.of, parsed(arguments.what))
-    except AssertionError as error:
+    except (AssertionError, hypothesis.errors.Flaky) as error:
         sys.exit(str(error))
     finally:
         pools.close()

@@ -148,7 +148,7 @@ def test_every_backend_and_exchange(ranks, ring, ulysses, backend, exchange):
     worst_of(
         ranks,
         *(
-            Case(ring, ulysses, layout, 40, mask, head_dim_v=12, options=options)
+            Case(ring, ulysses, layout, 49, mask, head_dim_v=12, options=options)
             for layout in LAYOUTS
             for mask in MASKS.values()
         ),
@@ -159,7 +159,7 @@ def test_every_backend_and_exchange(ranks, ring, ulysses, backend, exchange):
 def test_owners_of_blocks(ranks, ring, ulysses):
     """A partition of one's own, block by block."""
     owners = (*range(ring), *range(ring), *reversed(range(ring)))
-    cases = [Case(ring, ulysses, "balanced", 41, mask, owners=owners) for mask in MASKS.values()]
+    cases = [Case(ring, ulysses, "balanced", 49, mask, owners=owners) for mask in MASKS.values()]
     worst_of(ranks, *cases)
 
 

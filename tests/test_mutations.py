@@ -103,8 +103,8 @@ MUTATIONS = (
     Mutation(
         "gradients travel and are summed in bfloat16",
         "ring.py",
-        "wide = accumulator_dtype(k.dtype)\n        self.exchange",
-        "wide = k.dtype\n        self.exchange",
+        "wide = accumulator_dtype(k.dtype)\n        self.numels",
+        "wide = k.dtype\n        self.numels",
         "comm",
     ),
     Mutation(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import usp
 from tests import pool
-from usp import Layout, Mask
+from usp import Layout, Mask, Region
 from usp.mesh import axes
 
 LAYOUTS = [Layout.CONTIGUOUS, Layout.ZIGZAG, Layout.STRIPED]
@@ -64,6 +64,20 @@ def test_positions_restart_in_documents():
     later = usp.Partition(3, "contiguous", start=(5, 2))
     assert torch.equal(usp.positions(None, later), torch.tensor([[5, 6, 7], [2, 3, 4]]))
     assert torch.equal(usp.positions(None, later, mask=mask), torch.tensor([[2, 3, 4], [0, 1, 2]]))
+
+
+def test_positions_where_regions_are_told_apart_by_row():
+    """Documents for all rows beside regions for each; a mask of regions alone does not say where documents begin."""
+    tokens = usp.Partition(6, "contiguous")
+    two = [[Region((0, 2), (0, 2))], []]
+    mask = Mask(True, documents=[[(0, 4), (4, 6)]], regions=two)
+    assert usp.positions(None, tokens, mask=mask).tolist() == [[0, 1, 2, 3, 0, 1]] * 2
+    for mask in (
+        Mask.from_attention_mask([[1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1]], causal=True),
+        Mask.from_cu_seqlens([0, 6], [0, 9], causal=True),
+    ):
+        with pytest.raises(ValueError, match="has regions and no documents to count positions in"):
+            usp.positions(None, tokens, mask=mask)
 
 
 def test_shards_do_not_share_memory():

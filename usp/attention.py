@@ -11,7 +11,7 @@ from usp import comm, kernels
 from usp.masks import Mask
 from usp.mesh import axes
 from usp.partitions import Partition
-from usp.ring import attend, check_call
+from usp.ring import attend, check_call, check_ends
 from usp.sharding import checked_axes
 from usp.ulysses import check_heads, heads_to_sequence, lse_to_sequence, sequence_to_heads
 
@@ -68,6 +68,8 @@ def hybrid_attention(
         ring, ulysses = checked_axes(mesh, tokens)
         checked_axes(mesh, keys)
         check_call(q, k, v, mask, tokens, keys, scale, exchange, seq=tokens.seq_local, key_seq=keys.seq_local)
+        if key_tokens is None:
+            check_ends(mask, tokens)
         check_heads(q.shape[2], k.shape[2], ulysses.size)
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         checked = ring, kernels.select(backend, q, v, lse_gradient=return_lse and differentiated)

@@ -100,20 +100,21 @@ class Exchange:
     """Messages between the ranks of a group, one step after another.
 
     `start` posts a step's hops and returns the buffers being filled, `wait` ends the step. Buffers come from
-    `empty` and go back by `recycle`; they belong to the exchange, so several may be under way.
+    `empty` and go back by `recycle`; they belong to the exchange, so several may be under way. Each has room for the
+    largest message, `largest` elements, so that any of them serves for any.
     """
 
-    def __init__(self, group: str, kind: str, dtype: torch.dtype, device: torch.device):
-        self.group, self.kind, self.dtype, self.device = group, kind, dtype, device
-        self._free: dict[int, list[Tensor]] = {}
+    def __init__(self, group: str, kind: str, largest: int, dtype: torch.dtype, device: torch.device):
+        self.group, self.kind, self.largest, self.dtype, self.device = group, kind, largest, dtype, device
+        self._free: list[Tensor] = []
         self._pending: list[dist.Work] = []
 
     def empty(self, numel: int) -> Tensor:
-        free = self._free.get(numel)
-        return free.pop() if free else torch.empty(numel, dtype=self.dtype, device=self.device)
+        whole = self._free.pop() if self._free else torch.empty(self.largest, dtype=self.dtype, device=self.device)
+        return whole[:numel]
 
     def recycle(self, buffer: Tensor) -> None:
-        self._free.setdefault(buffer.numel(), []).append(buffer)
+        self._free.append(buffer.as_strided((self.largest,), (1,)))
 
     def start(self, send: Sequence[tuple[Hop, Tensor]], receive: Sequence[tuple[Hop, int]]) -> list[Tensor]:
         buffers = [self.empty(numel) for _, numel in receive]

@@ -5,21 +5,22 @@ Note [Regions]
 A region is a rectangle of queries x keys with a band, `low <= key position - query position <= high`. What
 causal, window and documents say is one region, or one a document. `Mask(regions=)` adds more of them:
 
-    prefix of 3, causal after it           images at 2 to 5 and 8 to 10         documents 0 to 4 and 4 to 10,
-                                           in causal text                       both of which see 0 to 2
-    # # # . . . . .                        # . . . . . . . . .                  # . . . . . . . . .
-    # # # . . . . .                        # # . . . . . . . .                  # # . . . . . . . .
-    # # # . . . . .                        # # # # # . . . . .                  # # # . . . . . . .
-    # # # # . . . .                        # # # # # . . . . .                  # # # # . . . . . .
-    # # # # # . . .                        # # # # # . . . . .                  # # . . # . . . . .
-    # # # # # # . .                        # # # # # # . . . .                  # # . . # # . . . .
-    # # # # # # # .                        # # # # # # # . . .                  # # . . # # # . . .
-    # # # # # # # #                        # # # # # # # # # #                  # # . . # # # # . .
+    prefix of 3, causal after it        images at 2 to 5 and 7 to 9         documents 0 to 4 and 4 to 9,
+                                        in causal text                      both of which see 0 to 2
+    # # # . . . . .                     # . . . . . . . .                   # . . . . . . . .
+    # # # . . . . .                     # # . . . . . . .                   # # . . . . . . .
+    # # # . . . . .                     # # # # # . . . .                   # # # . . . . . .
+    # # # # . . . .                     # # # # # . . . .                   # # # # . . . . .
+    # # # # # . . .                     # # # # # . . . .                   # # . . # . . . .
+    # # # # # # . .                     # # # # # # . . .                   # # . . # # . . .
+    # # # # # # # .                     # # # # # # # . .                   # # . . # # # . .
+    # # # # # # # #                     # # # # # # # # #                   # # . . # # # # .
+                                        # # # # # # # # #                   # # . . # # # # #
 
-    Mask(True, regions=[[                  Mask(True, regions=[[                Mask(True,
-        Region((0, 3), (0, 3)),                Region((2, 5), (2, 5)),              documents=[[(0, 4), (4, 10)]],
-    ]])                                        Region((8, 10), (8, 10)),            regions=[[
-                                           ]])                                          Region((4, 10), (0, 2))]])
+    Mask(True, regions=[[               Mask(True, regions=[[               Mask(True,
+        Region((0, 3), (0, 3)),             Region((2, 5), (2, 5)),             documents=[[(0, 4), (4, 9)]],
+    ]])                                     Region((7, 9), (7, 9)),             regions=[[Region((4, 9), (0, 2))]])
+                                        ]])
 
 Chunked attention is documents of the chunk's length; attention sinks beside a window of w are
 `Mask(True, w, regions=[[Region((0, seq), (0, sinks), high=0)]])`. Regions may overlap each other and the rest: what
@@ -33,6 +34,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
+from operator import index
 from typing import Any, NamedTuple
 
 Span = tuple[int, int]
@@ -67,8 +69,9 @@ class Mask:
     Padding rows have out 0, lse -inf and zero gradient.
 
     Raises:
-        ValueError: for a window below 1, spans that are empty, overlap or decrease, key documents that do
-            not pair up with documents, or documents and regions of different numbers of batch rows.
+        ValueError: for a window that is not a whole number from 1, spans that are empty, overlap or decrease,
+            key documents that do not pair up with documents, or documents and regions of different numbers of
+            batch rows.
     """
 
     causal: bool
@@ -78,8 +81,7 @@ class Mask:
     regions: tuple[tuple[Region, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window}: a window counts the query's own position, so it is at least 1")
+        _check_kind(self.causal, self.window)
         for name in ("documents", "key_documents"):
             if (rows := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _spans(name, rows))
@@ -117,7 +119,7 @@ class Mask:
         rows = _integers("lengths", lengths)
         for row in rows:
             if min(row, default=0) < 0:
-                raise ValueError(f"lengths {row}: a document's length is at least 0")
+                raise ValueError(f"lengths holds {min(row)}: a document's length is at least 0")
         return cls.from_cu_seqlens([[0, *accumulate(row)] for row in rows], causal=causal, window=window)
 
     @classmethod
@@ -127,9 +129,10 @@ class Mask:
         """One document a batch row, padded to `seq` on the "right" or the "left"."""
         if side not in ("left", "right"):
             raise ValueError(f"side={side!r} is neither 'left' nor 'right'")
-        (row,) = _integers("lengths", lengths)
-        if any(not 0 <= length <= seq for length in row):
-            raise ValueError(f"lengths {row} are not all between 0 and seq={seq}")
+        rows = _integers("lengths", lengths)
+        row = rows[0]
+        if len(rows) > 1 or any(not 0 <= length <= seq for length in row):
+            raise ValueError(f"lengths {lengths}: give one length a batch row, between 0 and seq={seq}")
         spans = [(seq - length, seq) if side == "left" else (0, length) for length in row]
         return cls(causal=causal, window=window, documents=tuple((x,) if x[0] < x[1] else () for x in spans))
 
@@ -153,6 +156,7 @@ class Mask:
         Raises:
             ValueError: for entries that do not begin with 0 or decrease, or numbers of documents that differ.
         """
+        _check_kind(causal, window)
         offsets = _offsets("cu_seqlens", cu_seqlens)
         if key_cu_seqlens is None:
             rows = tuple(tuple(x for x in pairwise(row) if x[0] < x[1]) for row in offsets)
@@ -190,14 +194,14 @@ class Mask:
         Raises:
             ValueError: for ids that neither go on by 1 nor restart at 0.
         """
-        rows = _integers("position_ids", position_ids)
+        rows = _equal_rows("position_ids", position_ids)
         kept = [[1] * len(row) for row in rows]
         if attention_mask is not None:
-            kept = _integers("attention_mask", attention_mask)
-            if [len(row) for row in kept] != [len(row) for row in rows]:
+            kept = _attention_mask(attention_mask)
+            if (len(kept), len(kept[0])) != (len(rows), len(rows[0])):
                 raise ValueError(
-                    f"position_ids has {len(rows)} rows of {len(rows[0])} and attention_mask {len(kept)} of "
-                    f"{len(kept[0])}: give one for one"
+                    f"position_ids is ({len(rows)}, {len(rows[0])}) and attention_mask ({len(kept)}, {len(kept[0])}): "
+                    "they belong together one to one"
                 )
         numbered = []
         for ids, real in zip(rows, kept, strict=True):
@@ -225,20 +229,16 @@ class Mask:
         Other values number the documents: tokens of one number see each other (all 1, or True, in the usual mask).
 
         Raises:
-            ValueError: for another shape, or values that are not whole numbers from 0 (dense and additive masks).
+            ValueError: for another shape, values that are not whole numbers from 0 (dense and additive masks), or
+                a document in more than 64 runs with holes between.
         """
-        rows = _integers("attention_mask", attention_mask)
-        for row in rows:
-            if min(row, default=0) < 0:
-                raise ValueError(
-                    f"attention_mask holds {min(row)}: 0 is padding, other tokens have the number of their document; "
-                    "additive masks have no blocks, describe them by causal, window, documents and regions"
-                )
+        rows = _attention_mask(attention_mask)
         return cls._of_numbers([[x or None for x in row] for row in rows], causal, window)
 
     @classmethod
     def _of_numbers(cls, rows: Sequence[Sequence[object]], causal: bool, window: int | None) -> Mask:
         """Tokens of one number see each other; None is padding."""
+        _check_kind(causal, window)
         spans: list[dict[object, list[Span]]] = []  # by row and number
         for row in rows:
             end, found = 0, {}
@@ -249,6 +249,11 @@ class Mask:
             spans.append(found)
         if all(len(parts) == 1 for found in spans for parts in found.values()):
             return cls(causal, window, documents=tuple(tuple(x for (x,) in found.values()) for found in spans))
+        if (worst := max(len(parts) for found in spans for parts in found.values())) > _RUNS:
+            raise ValueError(
+                f"a document is in {worst} runs of tokens with others or padding between; up to {_RUNS} are taken, "
+                "since each pair of runs is a kernel call: move padding to an end of the row, and documents together"
+            )
         return cls._of_regions(
             [_region(q, k, causal, window) for parts in found.values() for q in parts for k in parts] for found in spans
         )
@@ -257,6 +262,12 @@ class Mask:
     def _of_regions(cls, rows: Iterable[Iterable[Region]]) -> Mask:
         """Nothing is visible but the regions."""
         return cls(False, documents=((),), regions=tuple(tuple(x for x in row if _visible(x)) for row in rows))
+
+    def end(self, row: int = 0) -> int:
+        """The first position behind everything that a batch row's documents and regions name."""
+        spans = [*_row(self.documents or ((),), row), *_row(self.key_documents or ((),), row)]
+        spans += [span for region in _row(self.regions or ((),), row) for span in region[:2]]
+        return max((end for _, end in spans), default=0)
 
     def disjoint_regions(self, row: int = 0) -> tuple[Region, ...]:
         """Everything that a batch row's queries see, each pair of query and key in one region."""
@@ -278,6 +289,19 @@ class Mask:
         return tuple(rows)
 
 
+_RUNS = 64  # of one document, when there are holes in it
+
+
+def _check_kind(causal: bool, window: int | None) -> None:
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal={causal!r} is neither True nor False")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(
+            f"window={window!r}: a window counts the query's own position, so it is a whole number from 1; "
+            "None is no window"
+        )
+
+
 def _row(rows: Sequence[tuple[Any, ...]], row: int) -> tuple[Any, ...]:
     return rows[row if len(rows) > 1 else 0]
 
@@ -293,7 +317,7 @@ def _union(base: Sequence[Region], regions: Iterable[Region]) -> tuple[Region, .
     """Base (disjoint, by increasing queries) stays as it is; the regions lose what was there before them."""
     found, recent = list(base), []
     first_queries, end_queries = [x.queries[0] for x in base], [x.queries[1] for x in base]
-    for region in sorted(set(regions), key=lambda x: (x.queries, x.keys)):
+    for region in sorted(regions, key=_openness):
         near = base[bisect_right(end_queries, region.queries[0]) : bisect_left(first_queries, region.queries[1])]
         recent = [x for x in recent if x.queries[1] > region.queries[0]]
         pieces = [region]
@@ -302,6 +326,12 @@ def _union(base: Sequence[Region], regions: Iterable[Region]) -> tuple[Region, .
         recent += pieces
         found += pieces
     return tuple(found)
+
+
+def _openness(region: Region) -> tuple:
+    """A total order: by place, open bands first, so that what a narrower band shows vanishes in them."""
+    low, high = region.low, region.high
+    return region.queries, region.keys, (low is not None) + (high is not None), low or 0, high or 0
 
 
 def _less(region: Region, other: Region) -> list[Region]:
@@ -341,73 +371,129 @@ def _most(a: int | None, b: int | None, which):
 
 
 def _integers(name: str, values) -> list[list[int]]:
-    """One row or several of whole numbers, from anything with one or two dimensions."""
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
-    rows = [x.tolist() if hasattr(x, "tolist") else x for x in values]
-    if not any(isinstance(x, Iterable) for x in rows):
+    """One row or several of whole numbers, from tensors, arrays or sequences with one or two dimensions."""
+    values = _listed(name, values)
+    rows: list[Any] = [_listed(name, x) if isinstance(x, Iterable) else x for x in values]
+    if not any(isinstance(x, list) for x in rows):
         rows = [rows]
-    if not all(isinstance(row, Iterable) for row in rows):
-        raise ValueError(f"{name} mixes numbers and rows: give one row for all batch rows, or one a batch row")
     found = []
     for row in rows:
-        numbers = [x.tolist() if hasattr(x, "tolist") else x for x in row]
-        if wrong := [x for x in numbers if not isinstance(x, int)]:
-            kind = "has more than two dimensions" if isinstance(wrong[0], Iterable) else f"holds {wrong[0]!r}"
-            raise ValueError(
-                f"{name} {kind}: it is one row, or (batch, seq) rows, of whole numbers; dense and additive masks have "
-                "no blocks, describe them by causal, window, documents and regions"
-            )
-        found.append([int(x) for x in numbers])
-    if not found:
+        if not isinstance(row, list):
+            raise ValueError(f"{name} mixes numbers and rows: give one row for all batch rows, or one a batch row")
+        for x in row:
+            if not isinstance(x, int):
+                kind = "has more than two dimensions" if isinstance(x, Iterable) else f"holds {x!r}"
+                raise ValueError(
+                    f"{name} {kind}: it is one row, or (batch, seq) rows, of whole numbers; dense and additive masks "
+                    "have no blocks, describe them by causal, window, documents and regions"
+                )
+        found.append([int(x) for x in row])
+    if not any(found):
         raise ValueError(f"{name} is empty: give one row for all batch rows, or one a batch row")
     return found
+
+
+def _listed(name: str, values) -> list:
+    """A list of numbers or rows, from a tensor, an array or a sequence, whose items may be tensors too."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise ValueError(f"{name} is {values!r}: give a tensor or a sequence of whole numbers, or rows of them")
+    return [x.tolist() if hasattr(x, "tolist") else x for x in values]
+
+
+def _equal_rows(name: str, values) -> list[list[int]]:
+    rows = _integers(name, values)
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(f"{name} has rows of {sorted({len(row) for row in rows})} tokens: give (batch, seq)")
+    return rows
+
+
+def _attention_mask(values) -> list[list[int]]:
+    rows = _equal_rows("attention_mask", values)
+    for row in rows:
+        if min(row) < 0:
+            raise ValueError(
+                f"attention_mask holds {min(row)}: 0 is padding, other tokens have the number of their document; "
+                "additive masks have no blocks, describe them by causal, window, documents and regions"
+            )
+    return rows
 
 
 def _offsets(name: str, values) -> list[list[int]]:
     rows = _integers(name, values)
     for row in rows:
-        if not row or row[0] != 0 or any(a > b for a, b in pairwise(row)):
-            raise ValueError(f"{name} {row}: cumulative lengths begin with 0 and never decrease")
+        if not row or row[0] != 0:
+            raise ValueError(f"{name} begins with {row[:1]}: cumulative lengths begin with 0")
+        if falls := [(a, b) for a, b in pairwise(row) if a > b]:
+            raise ValueError(f"{name} goes from {falls[0][0]} to {falls[0][1]}: cumulative lengths never decrease")
     return rows
 
 
-def _spans(name: str, rows: Iterable[Iterable[Sequence[int]]]) -> Rows:
+def _spans(name: str, rows) -> Rows:
     """Hashable rows of spans, checked."""
-    checked = tuple(tuple((int(first), int(end)) for first, end in row) for row in rows)
-    if not checked:
-        raise ValueError(f"{name} is empty: give one row for all batch rows, or one a batch row")
-    for row in checked:
-        position = 0
-        for first, end in row:
+    checked = []
+    for row in _some_rows(name, rows):
+        position, spans = 0, []
+        for span in _sequence(name, row):
+            first, end = _span(name, span)
             if first < position or end <= first:
                 raise ValueError(
                     f"{name} has the span {(first, end)} after position {position}: spans are not empty, "
                     "increase and do not overlap"
                 )
             position = end
-    return checked
+            spans.append((first, end))
+        checked.append(tuple(spans))
+    return tuple(checked)
 
 
-def _checked_regions(rows: Iterable[Iterable]) -> tuple[tuple[Region, ...], ...]:
+def _checked_regions(rows) -> tuple[tuple[Region, ...], ...]:
     """Hashable rows of regions, checked."""
     found = []
-    for row in rows:
+    for row in _some_rows("regions", rows):
         regions = []
-        for given in row:
-            try:
-                queries, keys, *band = given
-                low, high = (None if x is None else int(x) for x in (*band, None, None)[: max(2, len(band))])
-                queries, keys = ((int(first), int(end)) for first, end in (queries, keys))
-                region = Region(queries, keys, low, high)
-            except (TypeError, ValueError):
+        for given in _sequence("regions", row):
+            if not isinstance(given, Sequence) or not 2 <= len(given) <= 4 or isinstance(given[0], int):
                 raise ValueError(
-                    f"regions holds {given} in the row {row}: give one row of Region(queries, keys, low, high) for all "
-                    "batch rows, or one row a batch row"
-                ) from None
-            if min(queries[0], keys[0]) < 0 or not _visible(region):
+                    f"regions holds {given!r}: give one row of Region(queries, keys, low, high) for all batch rows, "
+                    "or one row a batch row"
+                )
+            queries, keys = (_span("regions", span) for span in given[:2])
+            try:
+                low, high = (None if x is None else index(x) for x in (*given[2:], None, None)[:2])
+            except TypeError:
+                raise ValueError(f"{given}: low and high are whole numbers or None") from None
+            region = Region(queries, keys, low, high)
+            if min(queries[0], keys[0]) < 0:
+                raise ValueError(f"{region}: positions start at 0")
+            if not _visible(region):
                 raise ValueError(f"{region} shows nothing: spans are (first, end), and low is at most high")
             regions.append(region)
         found.append(tuple(regions))
-    if not found:
-        raise ValueError("regions is empty: give one row for all batch rows, or one a batch row")
     return tuple(found)
+
+
+def _some_rows(name: str, rows) -> list:
+    found = _sequence(name, rows)
+    if not found:
+        raise ValueError(f"{name} is empty: give one row for all batch rows, or one a batch row")
+    return found
+
+
+def _sequence(name: str, rows) -> list:
+    """Rows, or what is in a row."""
+    if not isinstance(rows, Iterable) or isinstance(rows, str):
+        raise ValueError(f"{name} holds {rows!r} where a row is: give one row for all batch rows, or one a batch row")
+    return list(rows)
+
+
+def _span(name: str, span) -> Span:
+    try:
+        first, end = (index(x) for x in span)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} holds {span!r} where a span (first, end) of whole numbers is: give one row of spans for all batch "
+            "rows, or one a batch row"
+        ) from None
+    return first, end

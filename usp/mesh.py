@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -54,15 +53,11 @@ def init_mesh(
     if math.prod(degrees.values()) != world:
         raise ValueError(f"mesh of {text} has {math.prod(degrees.values())} ranks, but the job has {world}")
     mesh = init_device_mesh(device_type, tuple(degrees[name] for name in order), mesh_dim_names=tuple(order))
-    for group in mesh.get_all_groups():  # they were made with PyTorch's default: half an hour on gloo
-        distributed_c10d._set_pg_timeout(_timeout(device_type), group)
-    return mesh
-
-
-def _timeout(device_type: str) -> timedelta:
-    """That of the job's own group."""
     backend = distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
-    return backend.options._timeout  # pyright: ignore[reportAttributeAccessIssue]
+    if options := getattr(backend, "options", None):  # PyTorch made the groups with its default: half an hour on gloo
+        for group in mesh.get_all_groups():
+            distributed_c10d._set_pg_timeout(options._timeout, group)
+    return mesh
 
 
 def axes(mesh: DeviceMesh | None) -> tuple[Axis, Axis]:

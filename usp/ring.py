@@ -164,6 +164,8 @@ def ring_attention(
     ring, keys = checked_axes(mesh, tokens)[0], key_tokens or tokens
     checked_axes(mesh, keys)
     check_call(q, k, v, mask, tokens, keys, scale, exchange, seq=tokens.seq_ring, key_seq=keys.seq_ring)
+    if key_tokens is None:
+        check_ends(mask, tokens)
     check_heads(q.shape[2], k.shape[2], 1)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     backend = kernels.select(backend, q, v, lse_gradient=differentiated)
@@ -230,19 +232,29 @@ def check_call(
     rows = batch_rows(mask, tokens, keys)
     if rows not in (1, q.shape[0]):
         raise ValueError(f"the mask or a start tells {rows} batch rows apart, but the batch is {q.shape[0]}")
-    if keys is tokens and mask.documents is not None:  # with partitions of their own, more of the sequence may follow
-        for row in range(rows):
-            documents, (first, end) = mask.documents[row if len(mask.documents) > 1 else 0], tokens.span(row)
-            if documents and documents[-1][1] > end:
-                raise ValueError(
-                    f"the mask's documents reach to position {documents[-1][1]} in row {row}, but the {tokens.seq} "
-                    f"tokens from position {first} end at {end}: give lengths and offsets of this sequence, or "
-                    "key_tokens= if these tokens are a part of it"
-                )
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale={scale} is not a positive finite number")
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r} is not one of {EXCHANGES}")
+
+
+def check_ends(mask: Mask, tokens: Partition) -> None:
+    """No document and no region goes past the end of the sequence, where these tokens are all of it.
+
+    Raises:
+        ValueError: naming the ends.
+    """
+    for row in range(batch_rows(mask, tokens, tokens)):
+        first, end = tokens.span(row)
+        if mask.end(row) > end:
+            raise ValueError(
+                f"the mask's documents and regions reach to position {mask.end(row)} in batch row {row}, but the "
+                f"{tokens.seq} tokens from position {first} end at {end}: give lengths, offsets and spans of this "
+                "sequence, or a partition of the keys (key_tokens=) if these tokens are a part of it"
+            )
+
+
+check_ends._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  # as _handle: not traced
 
 
 torch.library.define("usp::ring_forward", "(Tensor q, Tensor k, Tensor v, int handle) -> (Tensor, Tensor)")
@@ -344,16 +356,20 @@ def _arrivals(plan: Pass, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, 
     """Step by step, the keys and values to compute with; the next ones travel meanwhile."""
     home = plan.ring.rank
     if plan.exchange == "all_gather":
-        everyone = comm.all_gather(_pack(k, v, plan.columns[home]), plan.ring.group, "all_gather")
+        message = k.new_empty(k.numel() + v.numel())
+        _pack(k, v, plan.columns[home], message)
+        everyone = comm.all_gather(message, plan.ring.group, "all_gather")
         for step in plan.steps:
             yield step, *(_unpack(everyone[step.source], k, v) if step.source is not None else (k, v))
         return
-    exchange = comm.Exchange(plan.ring.group, "ring", k.dtype, k.device)
+    numels = [_numel(columns, k, v) for columns in plan.columns]
+    exchange = comm.Exchange(plan.ring.group, "ring", max(numels), k.dtype, k.device)
     held: dict[int, Tensor] = {}
     if plan.columns[home]:
-        held[home] = _pack(k, v, plan.columns[home])
+        held[home] = exchange.empty(numels[home])
+        _pack(k, v, plan.columns[home], held[home])
     for step in plan.steps:
-        receive = [(hop, _numel(plan.columns[hop.source], k, v)) for hop in (step.receive,) if hop]
+        receive = [(hop, numels[hop.source]) for hop in (step.receive,) if hop]
         arriving = exchange.start([(hop, held[hop.source]) for hop in step.send], receive)
         yield step, *((k, v) if step.source in (home, None) else _unpack(held[step.source], k, v))
         exchange.wait()
@@ -369,13 +385,14 @@ class _RingGradients:
     def __init__(self, plan: Pass, k: Tensor, v: Tensor):
         self.rank, self.columns, self.k, self.v = plan.ring.rank, plan.columns, k, v
         wide = accumulator_dtype(k.dtype)
-        self.exchange = comm.Exchange(plan.ring.group, "ring_grad", wide, k.device)
+        self.numels = [_numel(columns, k, v) for columns in plan.columns]
+        self.exchange = comm.Exchange(plan.ring.group, "ring_grad", max(self.numels), wide, k.device)
         self.home = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         self.held: dict[int, Tensor] = {}  # by source: what was added up so far, on its way
         self.arriving: dict[int, Tensor] = {}
 
     def start(self, step: Step) -> None:
-        receive = [(hop, self._numel(hop.source)) for hop in step.grad_receive]
+        receive = [(hop, self.numels[hop.source]) for hop in step.grad_receive]
         buffers = self.exchange.start([(hop, self.held[hop.source]) for hop in step.grad_send], receive)
         self.arriving = {hop.source: buffer for hop, buffer in zip(step.grad_receive, buffers, strict=True)}
 
@@ -388,7 +405,7 @@ class _RingGradients:
             self.exchange.wait()
             self.held[source] = self.arriving.pop(source)
         elif source not in self.held:
-            self.held[source] = self.exchange.empty(self._numel(source)).zero_()
+            self.held[source] = self.exchange.empty(self.numels[source]).zero_()
         return _unpack(self.held[source], self.k, self.v)
 
     def wait(self, step: Step) -> None:
@@ -403,9 +420,6 @@ class _RingGradients:
                     mine[:, at_home] += others[:, sent]
             self.exchange.recycle(buffer)
         assert not self.arriving
-
-    def _numel(self, source: int) -> int:
-        return _numel(self.columns[source], self.k, self.v)
 
 
 class _GatheredGradients:
@@ -431,13 +445,11 @@ class _GatheredGradients:
         return tuple(x.clone() for x in _unpack(total, self.k, self.v))  # of one buffer, which outputs may not share
 
 
-def _pack(k: Tensor, v: Tensor, columns: Columns) -> Tensor:
-    """These keys and their values as one message."""
-    message = k.new_empty(_numel(columns, k, v))
+def _pack(k: Tensor, v: Tensor, columns: Columns, message: Tensor) -> None:
+    """Write these keys and their values into one message."""
     for part, x in zip(_unpack(message, k, v), (k, v), strict=True):
         for at_home, sent in _places(columns):
             part[:, sent] = x[:, at_home]
-    return message
 
 
 def _unpack(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

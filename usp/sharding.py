@@ -83,7 +83,8 @@ def positions(
     counts on. On the mesh's kind of device, if none is given.
 
     Raises:
-        ValueError: if mask and starts speak of different numbers of rows, or the partition is of another mesh.
+        ValueError: if mask and starts speak of different numbers of rows, the partition is of another mesh, or
+            the mask is of regions alone, which do not say where a document begins.
     """
     ring, ulysses = checked_axes(mesh, tokens)
     device = torch.device(device or ("cpu" if mesh is None else mesh.device_type))
@@ -95,7 +96,14 @@ def positions(
     rows = rows.expand(count, -1)
     restarted = torch.zeros_like(rows)
     for row in range(len(rows)):
-        for first, end in mask.documents[row if mask.rows > 1 else 0]:
+        documents = mask.documents[row if len(mask.documents) > 1 else 0]
+        if not documents and mask.disjoint_regions(row):
+            raise ValueError(
+                f"batch row {row} of the mask has regions and no documents to count positions in (it was made from an "
+                "attention mask with holes, or from cumulative lengths of queries and keys): count them in the model, "
+                "or leave mask out for global positions"
+            )
+        for first, end in documents:
             inside = (rows[row] >= first) & (rows[row] < end)
             restarted[row] = torch.where(inside, rows[row] - first, restarted[row])
     return restarted
