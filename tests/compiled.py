@@ -15,18 +15,23 @@ counted = CompileCounterWithBackend("aot_eager")
 
 
 def shards():
-    return [torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3)]
+    return [torch.randn(1, 8, heads, 8, requires_grad=True) for heads in (6, 3, 3)]
+
+
+sinks = torch.randn(6, requires_grad=True)
+options = {"replicate_kv": True, "check_ranks": False, "return_lse": True}
 
 
 def loss(q, k, v):
-    out, lse = usp.hybrid_attention(q, k, v, mesh, tokens, mask=mask, check_ranks=False, return_lse=True)
+    """Uneven heads, a KV head on both ranks, sinks: one graph all the same."""
+    out, lse = usp.hybrid_attention(q, k, v, mesh, tokens, mask=mask, sinks=sinks, **options)
     return out.square().sum() + lse.sum()
 
 
 compiled = torch.compile(loss, backend=counted, fullgraph=True)
 for qkv in (shards() for _ in range(3)):
-    found = torch.autograd.grad(compiled(*qkv), qkv)
-    expected = torch.autograd.grad(loss(*qkv), qkv)
+    found = torch.autograd.grad(compiled(*qkv), [*qkv, sinks])
+    expected = torch.autograd.grad(loss(*qkv), [*qkv, sinks])
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 assert counted.frame_count == 1
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import usp
 from tests import oracle, pool
 from usp import Mask, Partition
+from usp.mesh import axes
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Case:
     key_layout: str | None = None
     lse: bool = True
     owners: tuple[int, ...] | None = None
+    sinks: bool = False
     options: tuple[tuple[str, object], ...] = ()
 
     def tokens(self) -> Partition:
@@ -46,7 +49,7 @@ class Case:
         return Partition(seq, layout, self.ring, self.ulysses, start, self.owners if layout == "balanced" else None)
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """q, k, v, dout, dlse: whole tensors."""
+        """q, k, v, dout, dlse, sinks: whole tensors."""
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -58,9 +61,9 @@ class Case:
         v = normal(self.batch, key_seq, self.kv_heads, self.head_dim_v)
         dout = normal(self.batch, self.seq, self.heads, self.head_dim_v)
         dlse = normal(self.batch, self.heads, self.seq)
-        return *(x.to(self.dtype) for x in (q, k, v, dout)), dlse.to(
-            torch.float64 if self.dtype == torch.float64 else torch.float32
-        )
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        sinks = normal(self.heads).to(wide)
+        return *(x.to(self.dtype) for x in (q, k, v, dout)), dlse.to(wide), sinks
 
     def expected(self) -> oracle.Answer:
         """The reference, which no mesh or layout changes; made once."""
@@ -74,24 +77,27 @@ class Case:
 
 @lru_cache(maxsize=256)
 def _expected(case: Case) -> oracle.Answer:
-    q, k, v, dout, dlse = case.inputs()
+    q, k, v, dout, dlse, sinks = case.inputs()
     seen = torch.stack([oracle.visible(case.mask, case.tokens(), case.key_tokens(), n) for n in range(case.batch)])
-    return oracle.answer(q, k, v, dout, dlse if case.lse else None, seen, dict(case.options).get("scale"))
+    scale, sinks = dict(case.options).get("scale"), sinks if case.sinks else None
+    return oracle.answer(q, k, v, dout, dlse if case.lse else None, seen, scale, sinks)
 
 
 DIMS = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}  # where each result's tokens are
 
 
 def run(case: Case, mesh=None, arrange=lambda x: x) -> dict[str, Tensor]:
-    """This rank's out, lse, dq, dk, dv. `arrange` may change the shards' memory layout."""
+    """This rank's out, lse, dq, dk and dv; dsinks summed over ranks. `arrange` may change the shards' memory layout."""
     mesh = mesh or case.mesh()
     tokens, key_tokens = case.tokens(), case.key_tokens()
-    q, k, v, dout, dlse = case.inputs()
+    q, k, v, dout, dlse, sinks = case.inputs()
     q, dout = (usp.shard(x, mesh, tokens) for x in (q, dout))
     k, v = (usp.shard(x, mesh, key_tokens) for x in (k, v))
     q, k, v = (arrange(x).detach().requires_grad_() for x in (q, k, v))
+    leaves = [q, k, v, *([sinks.requires_grad_()] if case.sinks else [])]
     out, lse = usp.hybrid_attention(
         *(q, k, v, mesh, tokens),
+        sinks=sinks if case.sinks else None,
         mask=case.mask,
         key_tokens=key_tokens if case.key_seq or case.key_layout else None,
         return_lse=True,
@@ -101,10 +107,20 @@ def run(case: Case, mesh=None, arrange=lambda x: x) -> dict[str, Tensor]:
     if case.lse:
         results.append(lse)
         grads.append(usp.shard(dlse, mesh, tokens, dim=2))
-    gradients = torch.autograd.grad(results, (q, k, v), grads)
+    gradients = torch.autograd.grad(results, leaves, grads)
     assert out.dtype == case.dtype
-    assert [x.dtype for x in gradients] == [case.dtype] * 3
-    return dict(zip(DIMS, (out.detach(), lse.detach(), *gradients), strict=True))
+    assert [x.dtype for x in gradients] == [x.dtype for x in leaves]
+    found = dict(zip(DIMS, (out.detach(), lse.detach(), *gradients[:3]), strict=True))
+    return found | ({"dsinks": summed(gradients[3], mesh)} if case.sinks else {})
+
+
+def summed(share: Tensor, mesh) -> Tensor:
+    """Of all ranks of one sequence: what a trainer does with a parameter's gradient."""
+    share = share.clone()
+    for name, axis in zip(("ring", "ulysses"), axes(mesh), strict=True):
+        if axis.size > 1:
+            dist.all_reduce(share, group=mesh.get_group(name))
+    return share
 
 
 def errors(case: Case, mesh=None, size: float = 0.0, **how) -> dict[str, tuple[float, float]]:
@@ -116,9 +132,11 @@ def errors(case: Case, mesh=None, size: float = 0.0, **how) -> dict[str, tuple[f
     expected, actual = case.expected(), run(case, mesh, **how)
     found = {}
     for name, x in actual.items():
-        tokens = case.key_tokens() if name in ("dk", "dv") else case.tokens()
-        padding = -torch.inf if name == "lse" else 0.0
-        reference = usp.shard(expected.values[name], mesh, tokens, dim=DIMS[name], fill=padding)
+        reference = expected.values[name]
+        if name in DIMS:
+            tokens = case.key_tokens() if name in ("dk", "dv") else case.tokens()
+            padding = -torch.inf if name == "lse" else 0.0
+            reference = usp.shard(reference, mesh, tokens, dim=DIMS[name], fill=padding)
         found[name] = (
             oracle.relative_error(x, reference, expected.values[name], size),
             oracle.tolerance(name, case.dtype, expected),
@@ -141,3 +159,88 @@ def worst(cases: list[Case], least: float = 0.0, size: float = 0.0) -> dict[str,
             if error >= found.get(name, (-1.0, ""))[0]:
                 found[name] = (error, str(case))
     return found
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A call with joint tokens, and the whole that it must equal."""
+
+    ring: int = 1
+    ulysses: int = 1
+    layout: str = "zigzag"
+    mask: Mask = Mask(causal=False)  # noqa: RUF009
+    front: bool = True
+    queries: bool = True
+    heads: int = 6
+    kv_heads: int = 3
+    replicate_kv: bool = False
+    sinks: bool = False
+    seq: int = 17
+    joint: int = 3
+    batch: int = 2
+    options: tuple[tuple[str, str], ...] = ()
+
+
+def joint_equals_the_whole(calls: list[Beside]) -> None:
+    """On a rank: results and gradients of each call, those of the joint tokens summed over ranks, in float64."""
+    for call in calls:
+        _one_joint(call)
+
+
+def _one_joint(call: Beside) -> None:
+    mesh = pool.mesh(call.ring, call.ulysses) if call.ring * call.ulysses > 1 else None
+    generator = torch.Generator().manual_seed(0)
+    whole = call.seq + call.joint
+    beside, rest = (
+        (slice(call.joint), slice(call.joint, whole)) if call.front else (slice(call.seq, whole), slice(call.seq))
+    )
+    q, k, v, dout = (
+        torch.randn(call.batch, whole, heads, 8, generator=generator, dtype=torch.float64)
+        for heads in (call.heads, call.kv_heads, call.kv_heads, call.heads)
+    )
+    sinks = torch.randn(call.heads, generator=generator, dtype=torch.float64) if call.sinks else None
+    dlse = torch.randn(call.batch, call.heads, whole, generator=generator, dtype=torch.float64)
+    if not call.queries:
+        dout[:, beside], dlse[:, :, beside] = 0.0, 0.0
+
+    everything = Partition(whole, "contiguous")
+    seen = torch.stack([oracle.visible(call.mask, everything, everything, row) for row in range(call.batch)])
+    expected = oracle.answer(q, k, v, dout, dlse, seen, None, sinks).values
+
+    tokens = usp.partition(call.seq, mesh, call.layout, start=call.joint if call.front else 0)
+    shards = [usp.shard(x[:, rest], mesh, tokens).requires_grad_() for x in (q, k, v)]
+    held = [x[:, beside].clone().requires_grad_() for x in ((k, v, q) if call.queries else (k, v))]
+    joint = usp.Joint(*held, start=0 if call.front else call.seq)
+    own_sinks = [] if sinks is None else [sinks.clone().requires_grad_()]
+    found = usp.hybrid_attention(
+        *(*shards, mesh, tokens),
+        mask=call.mask,
+        joint=joint,
+        replicate_kv=call.replicate_kv,
+        sinks=own_sinks[0] if own_sinks else None,
+        return_lse=True,
+        **dict(call.options),
+    )
+    (out, lse), others = found if call.queries else (found, None)
+    results = [out, lse]
+    grads = [usp.shard(dout[:, rest], mesh, tokens), usp.shard(dlse[:, :, rest], mesh, tokens, dim=2)]
+    if others:  # computed whole on every rank, so each takes its part of a loss on it
+        results += others
+        grads += [x / (call.ring * call.ulysses) for x in (dout[:, beside], dlse[:, :, beside])]
+    gradients = torch.autograd.grad(results, [*shards, *held, *own_sinks], grads)
+
+    def right(name: str, actual: torch.Tensor, reference: torch.Tensor) -> None:
+        error = oracle.relative_error(actual.detach(), reference)
+        assert error < 1e-12, f"{name} is off by {error:.1e} in {call}"
+
+    right("out", usp.unshard(out, mesh, tokens), expected["out"][:, rest])
+    right("lse", usp.unshard(lse, mesh, tokens, dim=2), expected["lse"][:, :, rest])
+    if others:
+        right("joint out", others[0], expected["out"][:, beside])
+        right("joint lse", others[1], expected["lse"][:, :, beside])
+    for name, x in zip(("dq", "dk", "dv"), gradients[:3], strict=True):
+        right(name, usp.unshard(x, mesh, tokens), expected[name][:, rest])
+    for name, x in zip(("dk", "dv", "dq")[: len(held)], gradients[3:], strict=False):
+        right(f"joint {name}", summed(x, mesh), expected[name][:, beside])
+    if own_sinks:
+        right("dsinks", summed(gradients[-1], mesh), expected["dsinks"])

@@ -48,22 +48,31 @@ def visible(mask: Mask, queries: Partition, keys: Partition, row: int) -> Tensor
     return seen
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Plain softmax attention in q's dtype; seen is (batch, seq, key_seq). Rows without keys: out 0, lse -inf."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Plain softmax attention in q's dtype; seen is (batch, seq, key_seq). Rows without keys: out 0, lse -inf.
+
+    A sink is one more score of each row, whose value is zero; lse is of the keys alone.
+    """
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
     seen = seen[:, None]
     empty = ~seen.any(-1)
     scores = scores.masked_fill(~seen, -torch.inf).masked_fill(empty[..., None], 0.0)
-    p = torch.softmax(scores, -1).masked_fill(empty[..., None], 0.0)
+    with_sinks = scores
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        with_sinks = torch.cat([scores, column], -1)
+    p = torch.softmax(with_sinks, -1)[..., : scores.shape[-1]].masked_fill(empty[..., None], 0.0)
     lse = torch.logsumexp(scores, -1).masked_fill(empty, -torch.inf)
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
 
 
 @dataclass
 class Answer:
-    """out, lse and the gradients of (out dout + lse dlse), by name."""
+    """out, lse and the gradients of (out dout + lse dlse), by name; dsinks if there are sinks."""
 
     values: dict[str, Tensor]
     plain: dict[str, Tensor] | None = None  # the same by plain PyTorch in half precision
@@ -77,22 +86,29 @@ def answer(
     dlse: Tensor | None,
     seen: Tensor,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Answer:
     """The float64 reference for inputs of any dtype."""
-    exact = _differentiate(*(x.double() for x in (q, k, v, dout)), dlse, seen, scale)
+    wide = None if sinks is None else sinks.double()
+    exact = _differentiate(*(x.double() for x in (q, k, v, dout)), dlse, seen, scale, wide)
     if q.dtype in EXACT:
         return Answer(exact)
-    return Answer(exact, _differentiate(q, k, v, dout, dlse, seen, scale))
+    return Answer(exact, _differentiate(q, k, v, dout, dlse, seen, scale, sinks))
 
 
-def _differentiate(q, k, v, dout, dlse, seen, scale) -> dict[str, Tensor]:
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out, lse = attention(q, k, v, seen, scale)
+def _differentiate(q, k, v, dout, dlse, seen, scale, sinks) -> dict[str, Tensor]:
+    leaves = {
+        name: x.detach().requires_grad_()
+        for name, x in zip(("q", "k", "v", "sinks"), (q, k, v, sinks), strict=True)
+        if x is not None
+    }
+    out, lse = attention(leaves["q"], leaves["k"], leaves["v"], seen, scale, leaves.get("sinks"))
     loss = (out * dout).sum()
     if dlse is not None:
         loss = loss + torch.where(lse == -torch.inf, 0.0, lse * dlse.to(lse.dtype)).sum()
-    dq, dk, dv = torch.autograd.grad(loss, (q, k, v))
-    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    found = {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach()} | found
 
 
 def relative_error(actual: Tensor, reference: Tensor, whole: Tensor | None = None, size: float = 0.0) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import usp
-from tests import oracle, pool
+from tests import hybrid, oracle, pool
 from usp import Mask, Partition, comm, kernels
 from usp.blocks import blocks
 from usp.mesh import axes
@@ -41,7 +42,7 @@ from usp.mesh import axes
 ROWS = json.loads(Path(__file__).with_name("cases.json").read_text())
 DEFAULTS = {"batch": 1, "heads": 4, "head_dim": 8, "dtype": "float32", "start": 0, "options": {}}
 TOLERANCE = {"out": 1e-5, "lse": 1e-5, "grad": 5e-5}  # absolute, and relative to each value
-LONG = 1000  # tokens of which the reference is a matter of seconds: one rank makes it, for two heads
+LONG = 1000  # tokens of which the reference is a matter of seconds: one rank makes it, for one head
 WHERE = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}  # dim of the tokens
 
 
@@ -73,7 +74,8 @@ def outcome(ranks, row: dict) -> str:
     text = "equal to float64" + (f" in {len(shown)} variants" if len(shown) > 1 else "")
     text += ", worst error " + ", ".join(f"{name} {error:.0e}" for name, error in worst.items()) if worst else ""
     if "refused" in shown[0]:
-        text = f"refused: {shown[0]['refused']}" + ("; sharded by the library: " + text if worst else "")
+        otherwise = f"with {row['without']}" if "without" in row else "sharded by the library"
+        text = f"refused: {shown[0]['refused']}" + (f"; {otherwise}: {text}" if worst else "")
     return f"waits for {row['later']}; {text}" if "later" in row else text
 
 
@@ -150,6 +152,7 @@ class Call:
             dout = dout * owned[:, None, None]
         dtype = getattr(torch, row["dtype"])
         self.q, self.k, self.v, self.dout = (x.to(dtype) for x in (q, k, v, dout))
+        self.sinks = torch.tensor(row["sinks"], dtype=dtype) if "sinks" in row else None
         self.dlse = dlse.to(torch.promote_types(dtype, torch.float32)) if row.get("lse_loss") else None
 
     def run(self, **changes: Tensor) -> dict[str, Tensor]:
@@ -163,17 +166,18 @@ class Call:
         leaves = [x.requires_grad_() if x.is_leaf else x for x in shards]
         q, k, v = embedded(self, *leaves)
         wrap = WRAPS[self.row.get("wrap", "plain")]
-        out, lse = wrap(self.attention)(q, k, v)
+        sinks = [] if self.sinks is None else [self.sinks.clone().requires_grad_()]
+        out, lse = wrap(self.attention)(q, k, v, sinks=sinks[0] if sinks else None)
         results, grads = [out], [DOUTS[self.row.get("dout", "plain")](usp.shard(dout, self.mesh, self.tokens))]
         if self.dlse is not None:
             results.append(lse)
             grads.append(usp.shard(self.dlse, self.mesh, self.tokens, dim=2))
-        gradients = torch.autograd.grad(results, leaves, grads)
+        gradients = torch.autograd.grad(results, [*leaves, *sinks], grads)
         assert all(torch.equal(x, y) for x, y in zip(leaves, before, strict=True)), "inputs were changed"
-        assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in leaves]
+        assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in (*leaves, *sinks)]
         self.own_lse = lse
-        local = dict(zip(WHERE, (out.detach(), lse.detach(), *gradients), strict=True))
-        whole = {}
+        local = dict(zip(WHERE, (out.detach(), lse.detach(), *gradients[:3]), strict=True))
+        whole = {"dsinks": hybrid.summed(gradients[3], self.mesh)} if sinks else {}
         for name, x in local.items():
             tokens = keys if name in ("dk", "dv") else self.tokens
             whole[name] = usp.unshard(x, self.mesh, tokens, dim=WHERE[name])
@@ -184,22 +188,23 @@ class Call:
         return usp.hybrid_attention(q, k, v, self.mesh, self.tokens, return_lse=True, **options)
 
     def expected(self) -> dict[str, Tensor]:
-        """The definition, in float64. Of long sequences only the first and the last head."""
+        """The definition, in float64. Of long sequences only the last head."""
         seen = torch.stack([visible(self.row, n) for n in range(self.row["batch"])])
         q, k, v = (x.double().requires_grad_() for x in (self.q, self.k, self.v))
+        sinks = [] if self.sinks is None else [self.sinks.double().requires_grad_()]
         heads = some_heads(self.row)
         dlse = None if self.dlse is None else self.dlse.double()[:, heads]
         embedded_q, embedded_k, _ = embedded(self, q, k, v, whole=True)
         out, lse = oracle.attention(
-            *(x[:, :, heads] for x in (embedded_q, embedded_k, v)), seen, self.row["options"].get("scale")
+            *(x[:, :, heads] for x in (embedded_q, embedded_k, v)), seen, self.row["options"].get("scale"), *sinks
         )
         loss = (out * self.dout.double()[:, :, heads]).sum()
         if dlse is not None:
             loss = loss + torch.where(lse == -torch.inf, 0.0, lse * dlse).sum()
-        gradients = torch.autograd.grad(loss, (q, k, v))
-        return {"out": out.detach(), "lse": lse.detach()} | {
-            name: x[:, :, heads] for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)
-        }
+        gradients = torch.autograd.grad(loss, (q, k, v, *sinks))
+        found = {"out": out.detach(), "lse": lse.detach()}
+        found |= {name: x[:, :, heads] for name, x in zip(("dq", "dk", "dv"), gradients, strict=False)}
+        return found | ({"dsinks": gradients[3]} if sinks else {})
 
 
 def visible(row: dict, n: int) -> Tensor:
@@ -222,7 +227,7 @@ def visible(row: dict, n: int) -> Tensor:
 
 
 def some_heads(row: dict) -> slice:
-    return slice(None, None, row["heads"] - 1) if row["seq"] > LONG else slice(None)
+    return slice(row["heads"] - 1, None) if row["seq"] > LONG else slice(None)
 
 
 def attention(row: dict) -> dict[str, float | str]:
@@ -246,7 +251,8 @@ def compared(row: dict, results: dict[str, Tensor], expected: dict[str, Tensor])
     found = {}
     for name, reference in expected.items():
         actual = results[name].double()
-        actual = actual[:, some_heads(row)] if name == "lse" else actual[:, :, some_heads(row)]
+        if name != "dsinks":
+            actual = actual[:, some_heads(row)] if name == "lse" else actual[:, :, some_heads(row)]
         assert not actual.isnan().any(), f"{name} holds NaN"
         assert torch.equal(actual.isinf(), reference.isinf()), f"{name} is infinite elsewhere"
         kind = tolerance["grad" if name.startswith("d") else name]
@@ -259,7 +265,8 @@ def compared(row: dict, results: dict[str, Tensor], expected: dict[str, Tensor])
 
 def refused(row: dict) -> str:
     """The message with which the call is refused on this rank; then a right call on the same groups."""
-    changes, row = dict(row["options"]), row | {"options": {}}
+    changes, row = row["options"], row | {"options": {}}
+    changes = {name: value for name, value in changes.items() if name != row.get("without")}
     call = Call(row)
     keys = call.key_tokens or call.tokens
     q, k, v = (usp.shard(x, call.mesh, t) for x, t in ((call.q, call.tokens), (call.k, keys), (call.v, keys)))
@@ -345,7 +352,7 @@ DOUTS = {
 }
 WRAPS = {
     "plain": lambda function: function,
-    "checkpoint": lambda function: lambda *x: checkpoint(function, *x, use_reentrant=False),
+    "checkpoint": lambda function: lambda *x, **how: checkpoint(function, *x, use_reentrant=False, **how),
 }
 
 
@@ -875,6 +882,19 @@ def _live_chunks(row: dict, uneven: bool) -> float:
     return peak / chunk
 
 
+def joint(ranks, row: dict) -> str:
+    """Keys that every rank holds, on several meshes."""
+    for ring_size, ulysses in row["meshes"]:
+        call = hybrid.Beside(
+            *(ring_size, ulysses, row["layout"], mask_of(row)),
+            **{name: row[name] for name in ("seq", "heads", "kv_heads", "joint")},
+            queries=False,
+            batch=1,
+        )
+        on_ranks(ranks(ring_size * ulysses), hybrid.joint_equals_the_whole, [call])
+    return f"equal to attention over {row['joint']} + {row['seq']} keys in float64, on {len(row['meshes'])} meshes"
+
+
 def sent_bytes(ranks, row: dict) -> str:
     found = on_ranks(ranks(row["mesh"][0]), _sent_bytes, variants(row)[0])
     assert found == [row["expect"]] * len(found)
@@ -893,7 +913,8 @@ def compiled(ranks, row: dict) -> str:
     """In processes of its own, where signatures are not checked: checks cannot be traced."""
     script = [str(Path(__file__).with_name("compiled.py")), "ring"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("equal, compiled once for 3 calls") == 2, result.stdout
     return "equal, compiled once for 3 calls"
@@ -918,7 +939,19 @@ OPERATIONS: dict[str, Callable] = {
     **{
         function.__name__: function
         for function in (
-            *(bad_meshes, compiled, copies, degenerate, entry_points, half, layout, local_documents, memory, merge),
+            *(
+                bad_meshes,
+                compiled,
+                copies,
+                degenerate,
+                entry_points,
+                half,
+                joint,
+                layout,
+                local_documents,
+                memory,
+                merge,
+            ),
             *(merge_orders, multiple, one_layout, padding, parts, rank_fails, replicas, sequence),
         )
     },

@@ -169,7 +169,10 @@ def _movement() -> bool:
     rank, group = dist.get_rank(), pool.mesh(3, 1).get_group("ring").group_name
     everyone = torch.arange(3)
     sent = torch.arange(6).view(3, 2) + 100 * rank
-    assert torch.equal(comm.all_to_all(sent, group, "test"), torch.arange(2) + 2 * rank + 100 * everyone[:, None])
+    even = comm.all_to_all(sent, [1, 1, 1], [1, 1, 1], group, "test")
+    assert torch.equal(even, torch.arange(2) + 2 * rank + 100 * everyone[:, None])
+    uneven = comm.all_to_all(sent, [0, 1, 2], [rank] * 3, group, "test")
+    assert (uneven[:, 0] % 100).tolist() == [[], [0, 0, 0], [2, 4, 2, 4, 2, 4]][rank]
     assert torch.equal(comm.all_gather(sent, group, "test"), torch.arange(6).view(3, 2) + 100 * everyone[:, None, None])
     assert torch.equal(comm.reduce_scatter(sent, group, "test"), 3 * (torch.arange(2) + 2 * rank) + 300)
     exchange = comm.Exchange(group, "test", 2, torch.int64, torch.device("cpu"))
@@ -217,7 +220,7 @@ DISAGREEMENTS = {
     "scale": ({"scale": 0.5}, ["scale", "0.5"]),
     "layout": ({"tokens": usp.Partition(48, "striped", 2, 2)}, ["tokens", "layout='striped'", "layout='zigzag'"]),
     "dtype": ({"dtype": torch.float32}, ["dtypes", "torch.float32"]),
-    "requires_grad": ({"requires_grad": True}, ["requires_grad", "[True, False, False]"]),
+    "requires_grad": ({"requires_grad": True}, ["requires_grad", "[True, False, False, None]"]),
     "exchange": ({"exchange": "all_gather"}, ["exchange", "all_gather"]),
     "batch": (
         {x: torch.zeros(2, 12, h, 8, dtype=torch.float64) for x, h in (("q", 4), ("k", 2), ("v", 2))},
@@ -248,7 +251,10 @@ ERRORS = {
     "dims": ({"q": torch.zeros(12, 4, 8, dtype=torch.float64)}, "each must be (batch, seq, heads, head_dim)"),
     "mixed dtypes": ({"q": torch.zeros(1, 12, 4, 8)}, "torch.float32, torch.float64, torch.float64"),
     "integers": ({"dtype": torch.int64}, "cannot do dtype=torch.int64"),
-    "groups": ({"q": torch.zeros(1, 12, 5, 8, dtype=torch.float64)}, "5 query heads over 2 KV heads"),
+    "groups": (
+        {"q": torch.zeros(1, 12, 5, 8, dtype=torch.float64)},
+        "5 query heads and 2 KV heads: each KV head serves equally",
+    ),
     "documents": (
         {"mask": Mask.packed([40, 9], causal=True)},
         "reach to position 49 in batch row 0, but the 48 tokens",
@@ -269,16 +275,12 @@ def test_an_error_on_any_rank_is_raised_on_all(ranks, changes, message, rank):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "message"),
     [
-        (
-            8,
-            2,
-            "8 query heads and 2 KV heads do not divide over ulysses=4 ranks; the largest .* up to 4 .* is 2",
-        ),
-        (6, 6, "works is 3"),
-        (5, 1, "works is 1"),
+        (8, 2, "8 query heads and 2 KV heads on ulysses=4 ranks: the largest .* is 2, with replicate_kv=True 8"),
+        (3, 3, "the largest Ulysses degree is 3; give"),
+        (8, 3, "each KV head serves equally many"),
     ],
 )
-def test_heads_that_do_not_divide(ranks, heads, kv_heads, message):
+def test_heads_that_cannot_be_dealt(ranks, heads, kv_heads, message):
     for answer in ranks(4)(_heads, heads, kv_heads):
         assert re.search(message, answer)
 

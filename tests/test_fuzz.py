@@ -48,7 +48,7 @@ def regions(draw, seq: int, key_seq: int) -> tuple[Region, ...]:
 
 @st.composite
 def cases(draw) -> Case:
-    """Any mesh of up to 8 ranks, any lengths and layouts, any mask, any heads that divide, any options."""
+    """Any mesh of up to 8 ranks, any lengths and layouts, any mask, any heads, sinks, any options."""
     ring = draw(st.integers(1, 8))
     ulysses = draw(st.integers(1, min(4, 8 // ring)))
     layout = draw(st.sampled_from(["contiguous", "zigzag", "striped", "balanced"]))
@@ -56,7 +56,8 @@ def cases(draw) -> Case:
     layout = "contiguous" if layout == "balanced" and owners is None else layout
     seq = draw(st.integers(1, 48) | st.integers(49, 300))
     batch = draw(st.integers(1, 3))
-    kv_heads = ulysses * draw(st.integers(1, 2))
+    groups, replicate = draw(st.integers(1, 4)), draw(st.booleans())
+    kv_heads = draw(st.integers(-(-ulysses // groups) if replicate else ulysses, 2 * ulysses))
     causal, window = draw(st.booleans()), draw(st.none() | st.integers(1, 24) | st.integers(25, 300))
 
     key_seq = key_layout = None
@@ -82,7 +83,7 @@ def cases(draw) -> Case:
         if mask.ordered and ring > 1 and (layout == "striped") != (key_layout == "striped"):
             key_layout = None
 
-    options = {}
+    options = {"replicate_kv": True} if replicate else {}
     if draw(st.booleans()):
         options["scale"] = draw(st.sampled_from([0.05, 0.5, 1.5]))
         options["exchange"] = draw(st.sampled_from(["ring", "all_gather"]))
@@ -90,7 +91,7 @@ def cases(draw) -> Case:
         options["check_ranks"] = draw(st.booleans())
     return Case(
         *(ring, ulysses, layout, seq, mask),
-        heads=kv_heads * draw(st.integers(1, 3)),
+        heads=kv_heads * groups,
         kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 17)),
         head_dim_v=draw(st.integers(1, 17)),
@@ -101,6 +102,7 @@ def cases(draw) -> Case:
         key_layout=key_layout,
         lse=draw(st.booleans()),
         owners=tuple(owners) if owners and "balanced" in (layout, key_layout) else None,
+        sinks=draw(st.integers(0, 3)) == 0,
         options=tuple(options.items()),
     )
 

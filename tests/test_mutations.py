@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TESTS = ("blocks", "merging", "kernels", "sharding", "cases", "comm", "fuzz", "hybrid", "project")
+TESTS = ("blocks", "merging", "kernels", "sharding", "cases", "comm", "heads", "fuzz", "hybrid", "project")
 LIMIT_S = 600.0
 
 
@@ -124,8 +124,8 @@ MUTATIONS = (
     Mutation(
         "the gradient through lse dropped",
         "ring.py",
-        "*(None if dlse is None else dlse[rows], block, plan.scale)",
-        "*(None, block, plan.scale)",
+        "None if dlse is None else dlse[rows, heads]",
+        "None",
         "cases",
     ),
     Mutation("the caller's scale ignored", "ring.py", "if scale is None else scale", "", "cases"),
@@ -145,11 +145,26 @@ MUTATIONS = (
     ),
     Mutation("dq and dk without the scale", "kernels/tiled.py", ".mul_(p).mul_(scale)", ".mul_(p)", "kernels"),
     Mutation(
-        "heads dealt one by one and not in runs",
+        "of a KV head on several ranks only one gradient kept",
         "ulysses.py",
-        '"b s (p h) d -> p b s h d", "p b s h d -> b (p s) h d"',
-        '"b s (h p) d -> p b s h d", "p b s h d -> b (p s) h d"',
-        "cases",
+        "out[:, :, where.start : where.stop] += part",
+        "out[:, :, where.start : where.stop] = part",
+        "heads",
+    ),
+    Mutation(
+        "uneven heads served by the wrong KV heads",
+        "heads.py",
+        "first_q, first_k = q, k\n",
+        "first_q, first_k = q, 0\n",
+        "heads",
+    ),
+    Mutation("the sign of a sink", "attention.py", "torch.sigmoid(lse - sinks", "torch.sigmoid(lse + sinks", "heads"),
+    Mutation(
+        "joint queries see the keys of one rank alone",
+        "attention.py",
+        'gather(x, ring, "joint").split(batch)',
+        "x.split(batch)",
+        "heads",
     ),
     Mutation(
         "positions do not restart",
@@ -161,8 +176,8 @@ MUTATIONS = (
     Mutation(
         "only one rank's share of a sum",
         "comm.py",
-        "return all_to_all(x, group, kind).sum(0)",
-        "return all_to_all(x, group, kind)[0]",
+        "return all_to_all(x, ones, ones, group, kind).sum(0)",
+        "return all_to_all(x, ones, ones, group, kind)[0]",
         "comm",
     ),
     Mutation("ranks always agree", "comm.py", "if highest == -negated:", "if True:", "comm"),

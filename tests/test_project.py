@@ -16,7 +16,7 @@ import pytest
 import usp
 
 ROOT = Path(__file__).parent.parent
-PURE = {"masks", "partitions", "blocks"}
+PURE = {"masks", "partitions", "blocks", "heads"}
 LAYERS = [PURE, {"mesh", "merging"}, {"comm"}, {"kernels"}, {"sharding", "ulysses", "ring"}, {"attention"}, {"nn"}]
 HOMES = {
     "flash_attn": "kernels",
@@ -27,23 +27,25 @@ HOMES = {
     "pyarrow": "analysis",
 }
 PUBLIC = {
-    "HybridAttention": "(mesh, *, scale, exchange, backend, check_ranks, return_lse)",
+    "HeadPlan": "(heads, kv_heads, ulysses, replicate_kv)",
+    "HybridAttention": "(mesh, *, replicate_kv, scale, exchange, backend, check_ranks, return_lse)",
+    "Joint": "(k, v, q, start)",
     "Layout": None,
     "Mask": "(causal, window, documents, key_documents, regions)",
     "Partition": "(seq, layout, ring, ulysses, start, owners)",
     "Region": "(queries, keys, low, high)",
     "Traffic": None,
     "backends": "()",
-    "heads_to_sequence": "(x, mesh)",
-    "hybrid_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, scale, exchange, backend, check_ranks, "
-    "return_lse)",
+    "heads_to_sequence": "(x, mesh, *, plan)",
+    "hybrid_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, joint, replicate_kv, sinks, scale, exchange, "
+    "backend, check_ranks, return_lse)",
     "init_mesh": "(*, ring, ulysses, data, order, device_type)",
     "measure_traffic": "()",
     "merge": "(out_a, lse_a, out_b, lse_b)",
     "partition": "(seq, mesh, layout, *, start)",
     "positions": "(mesh, tokens, *, mask, device)",
-    "ring_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, scale, exchange, backend)",
-    "sequence_to_heads": "(x, mesh)",
+    "ring_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, plan, scale, exchange, backend)",
+    "sequence_to_heads": "(x, mesh, *, plan)",
     "shard": "(x, mesh, tokens, *, dim, fill)",
     "unshard": "(x, mesh, tokens, *, dim)",
 }
@@ -167,12 +169,30 @@ def test_the_built_wheel_works_alone(tmp_path):
     assert python(code, tmp_path / "site").strip() == str(tmp_path / "site" / "usp" / "__init__.py")
 
 
-def test_the_readme_shows_the_example_and_the_example_runs():
-    """What a newcomer copies works as printed."""
+def test_the_readme_shows_the_example():
+    """What a newcomer copies is what is run."""
     code = (ROOT / "examples/minimal.py").read_text()
     assert code.split('"""')[2].strip() in (ROOT / "README.md").read_text()
     assert len(code.splitlines()) < 30
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "examples/minimal.py"]
-    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+EXAMPLES = {
+    "minimal": "out (1, 250, 8, 64), whole (1, 1000, 8, 64)",
+    "diffusion_block": "image (1, 250, 96), text (1, 77, 96)",
+}
+
+
+def test_every_example_is_run():
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
+    assert all(len(path.read_text().splitlines()) < 60 for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", f"examples/{name}.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
+    )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("out (1, 250, 8, 64), whole (1, 1000, 8, 64)") == 4
+    assert result.stdout.count(EXAMPLES[name]) == 4

@@ -4,9 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from usp.attention import Joint as Joint
     from usp.attention import hybrid_attention as hybrid_attention
     from usp.comm import Traffic as Traffic
     from usp.comm import measure_traffic as measure_traffic
+    from usp.heads import HeadPlan as HeadPlan
     from usp.kernels import backends as backends
     from usp.masks import Mask as Mask
     from usp.masks import Region as Region
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from usp.ulysses import sequence_to_heads as sequence_to_heads
 
 _HOMES = {
+    "HeadPlan": "heads",
     "HybridAttention": "nn",
+    "Joint": "attention",
     "Layout": "partitions",
     "Mask": "masks",
     "Partition": "partitions",

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from usp import comm, kernels
+from usp.blocks import batch_rows
+from usp.heads import HeadPlan
 from usp.masks import Mask
-from usp.mesh import axes
-from usp.partitions import Partition
+from usp.merging import merge, per_row
+from usp.mesh import Axis, axes
+from usp.partitions import Layout, Partition
 from usp.ring import attend, check_call, check_ends
-from usp.sharding import checked_axes
-from usp.ulysses import check_heads, heads_to_sequence, lse_to_sequence, sequence_to_heads
+from usp.sharding import checked_axes, gather
+from usp.ulysses import lse_to_sequence, to_heads, to_sequence
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+class Joint(NamedTuple):
+    """A few tokens that every rank holds whole, beside the sharded ones: text beside an image, for instance.
+
+    Everybody attends to their keys, as far as the mask says; with queries, they attend to everybody. They are the
+    tokens from the global position `start` on, where no sharded token is (`usp.partition(..., start=)` moves those).
+    Gradients are this rank's share: summed over ring and Ulysses ranks they are the gradient. All ranks take part in
+    their backward, so all put both results into their loss, with weight 0 where they do not count.
+
+    Args:
+        k, v: (batch, joint_seq, kv_heads, head_dim | head_dim_v), the same on every rank.
+        q: (batch, joint_seq, heads, head_dim), or None if they are only attended to.
+        start: global position of the first.
+    """
+
+    k: Tensor
+    v: Tensor
+    q: Tensor | None = None
+    start: int = 0
 
 
 def hybrid_attention(
@@ -25,38 +53,46 @@ def hybrid_attention(
     *,
     mask: Mask,
     key_tokens: Partition | None = None,
+    joint: Joint | None = None,
+    replicate_kv: bool = False,
+    sinks: Float[Tensor, " heads"] | None = None,
     scale: float | None = None,
     exchange: str = "ring",
     backend: str = "auto",
     check_ranks: bool = True,
     return_lse: bool = False,
-) -> (
-    Float[Tensor, "batch seq_local heads head_dim_v"]
-    | tuple[Float[Tensor, "batch seq_local heads head_dim_v"], Float[Tensor, "batch heads seq_local"]]
-):
+) -> Result | tuple[Result, Result]:
     """Exact softmax attention of a sequence that is spread over a ring x ulysses mesh.
 
     USP (arXiv 2405.07719): an all-to-all inside each Ulysses group gives every rank all tokens of its ring rank
     and its share of the heads; the ring (Liu et al., arXiv 2310.01889) then brings the other ring ranks' keys; a
-    second all-to-all takes `out` back. Differentiable once, in q, k and v and through lse.
+    second all-to-all takes `out` back. Differentiable once, in all tensors and through lse.
 
     Args:
         q, k, v: this rank's shards, as `usp.shard` makes them. Query head h reads KV head
-            h // (heads // kv_heads); KV heads divide over the Ulysses axis. Any strides.
+            h // (heads // kv_heads). Heads are dealt to the Ulysses ranks in runs that differ by at most one KV
+            head (`usp.HeadPlan`). Any strides.
         mesh: a mesh with the axes "ring" and "ulysses" (`usp.init_mesh`), or None for one process.
         tokens: the partition of the queries, and of the keys unless they have their own.
         mask: what each query may see; there is no default.
         key_tokens: the keys' own partition, for cross attention and chunked prefill.
+        joint: tokens that every rank holds whole, besides.
+        replicate_kv: deal query heads evenly, and give a KV head to every Ulysses rank that has some of its query
+            heads: for up to as many ranks as query heads. Gradients of such a KV head are summed.
+        sinks: for each query head a score that takes its part of the softmax and has no value (as in gpt-oss), the
+            same on every rank. Its gradient is this rank's share.
         scale: positive factor of the scores; head_dim ** -0.5 by default.
         exchange: "ring", keys travel from rank to rank under the computation; or "all_gather", all keys are
             gathered first (for links where many small messages cost more than memory).
         backend: one of `usp.backends()`, or "auto" for the first that can.
         check_ranks: let the ranks agree on the call before anything is sent (16 bytes a group). Without it, calls
             that differ between ranks hang or give wrong results.
-        return_lse: also return log(sum(exp(scores))), natural log, float32 (float64 for float64).
+        return_lse: also return log(sum(exp(scores))), natural log, float32 (float64 for float64); of the keys alone,
+            without sinks.
 
     Returns:
         out, in q's dtype; with `return_lse` (out, lse). Rows that see no key have out 0, lse -inf and gradient 0.
+        With joint queries a pair: this for the sharded tokens, and this for the joint ones, whole on every rank.
 
     Raises:
         ValueError: on every rank and before any payload, if this rank's arguments do not fit together or the
@@ -68,31 +104,137 @@ def hybrid_attention(
         ring, ulysses = checked_axes(mesh, tokens)
         checked_axes(mesh, keys)
         check_call(q, k, v, mask, tokens, keys, scale, exchange, seq=tokens.seq_local, key_seq=keys.seq_local)
+        beside = None if joint is None else _checked_joint(joint, q, k, v, mask, tokens, keys)
         if key_tokens is None:
-            check_ends(mask, tokens)
-        check_heads(q.shape[2], k.shape[2], ulysses.size)
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        checked = ring, kernels.select(backend, q, v, lse_gradient=return_lse and differentiated)
+            check_ends(mask, tokens, beside)
+        plan = HeadPlan(q.shape[2], k.shape[2], ulysses.size, replicate_kv)
+        _check_sinks(sinks, q)
+        inputs = [x for x in (q, k, v, sinks, *(joint[:3] if joint else ())) if x is not None]
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        through_lse = differentiated and (return_lse or joint is not None or sinks is not None)
+        checked = ring, ulysses, plan, beside, kernels.select(backend, q, v, lse_gradient=through_lse)
     except Exception as mistake:
         if not check_ranks or mesh is None:
             raise
         error = str(mistake) if isinstance(mistake, ValueError) else f"{type(mistake).__name__}: {mistake}"
     if check_ranks:
+        tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
+        if joint is not None:
+            tensors |= {f"joint.{name}": getattr(joint, name, None) for name in "kvq"}
+        named = ", ".join(tensors)
         facts = {
-            "shapes of q, k, v": [tuple(getattr(x, "shape", ())) for x in (q, k, v)],
-            "dtypes of q, k, v": [str(getattr(x, "dtype", None)) for x in (q, k, v)],
-            "requires_grad of q, k, v": [getattr(x, "requires_grad", None) for x in (q, k, v)],
+            f"shapes of {named}": [tuple(getattr(x, "shape", ())) for x in tensors.values()],
+            f"dtypes of {named}": [str(getattr(x, "dtype", None)) for x in tensors.values()],
+            f"requires_grad of {named}": [getattr(x, "requires_grad", None) for x in tensors.values()],
             "grad mode": torch.is_grad_enabled(),
             "tokens": tokens,
             "key_tokens": keys,
             "mask": mask,
-            "options": {"scale": scale, "exchange": exchange, "backend": backend, "return_lse": return_lse},
+            "options": {
+                "joint.start": getattr(joint, "start", None),
+                "replicate_kv": replicate_kv,
+                "scale": scale,
+                "exchange": exchange,
+                "backend": backend,
+                "return_lse": return_lse,
+            },
         }
         comm.agree(axes(mesh), facts, error)
     assert checked is not None
-    ring, backend = checked
+    ring, ulysses, plan, beside, backend = checked
 
-    q, k, v = (sequence_to_heads(x, mesh) for x in (q, k, v))
-    out, lse = attend(q, k, v, ring, mask, tokens, keys, scale, exchange, backend)
-    out = heads_to_sequence(out, mesh)
-    return (out, lse_to_sequence(lse, mesh)) if return_lse else out
+    q, k, v = to_heads([q, k, v], "qkk", plan, ulysses)
+    groups = plan.groups(ulysses.rank)
+    out, lse = attend(q, k, v, ring, mask, tokens, keys, groups, scale, exchange, backend)
+    own_sinks = None if sinks is None else _own(sinks, plan.queries, ulysses, dim=0)
+    joint_result = None
+    if joint is not None:
+        assert beside is not None
+        joint_k, joint_v = (_own(x, plan.keys, ulysses) for x in (joint.k, joint.v))
+        here = partial(attend, ring=ring, mask=mask, groups=groups, scale=scale, exchange=exchange, backend=backend)
+        to_joint = here(q, joint_k, joint_v, tokens=tokens, keys=beside, local=(ring.rank, 0))
+        out, lse = merge(out, lse, *to_joint)
+        if joint.q is not None:
+            joint_q = _own(joint.q, plan.queries, ulysses)
+            to_keys = here(joint_q, k, v, tokens=beside, keys=keys, local=(0, ring.rank))
+            among = here(joint_q, joint_k, joint_v, tokens=beside, keys=beside, local=(0, 0))
+            joint_out, joint_lse = _over_ring(*to_keys, ring, among)
+            joint_out = _all_heads(_with_sinks(joint_out, joint_lse, own_sinks), 2, plan, ulysses)
+            joint_result = (joint_out, _all_heads(joint_lse, 1, plan, ulysses)) if return_lse else joint_out
+    (out,) = to_sequence([_with_sinks(out, lse, own_sinks)], "q", plan, ulysses)
+    result = (out, lse_to_sequence(lse, plan, ulysses)) if return_lse else out
+    return result if joint_result is None else (result, joint_result)
+
+
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is not None and (sinks.shape != q.shape[2:3] or not sinks.is_floating_point() or sinks.device != q.device):
+        raise ValueError(
+            f"sinks is {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}: give one score for each of the "
+            f"{q.shape[2]} query heads, floating point, on {q.device}"
+        )
+
+
+def _checked_joint(
+    joint: Joint, q: Tensor, k: Tensor, v: Tensor, mask: Mask, tokens: Partition, keys: Partition
+) -> Partition:
+    """The partition of the joint tokens, which are whole on every rank."""
+    if not isinstance(joint, Joint) or not all(isinstance(x, Tensor) for x in (joint.k, joint.v)):
+        raise ValueError(f"joint is a {type(joint).__name__}: give usp.Joint(k, v, q or None, start) of tensors")
+    if not isinstance(joint.start, int) or joint.start < 0:
+        raise ValueError(f"joint.start={joint.start!r} is not a position from 0, the same for all batch rows")
+    length = joint.k.shape[1] if joint.k.ndim == 4 else 0
+    for name, x, like in (("joint.k", joint.k, k), ("joint.v", joint.v, v), ("joint.q", joint.q, q)):
+        if x is not None:
+            expected = (like.shape[0], length, *like.shape[2:])
+            if tuple(x.shape) != expected or length < 1 or (x.dtype, x.device) != (q.dtype, q.device):
+                raise ValueError(
+                    f"{name} is {tuple(x.shape)} of {x.dtype} on {x.device} and must be {expected} of {q.dtype} on "
+                    f"{q.device}: batch, heads and dim of the sharded tensor, at least one token, as many as joint.k"
+                )
+    beside = Partition(length, Layout.CONTIGUOUS, start=joint.start)
+    for what, other in (("queries", tokens), ("keys", keys)):
+        for row in range(len(other.starts)):
+            first, end = other.span(row)
+            if max(first, joint.start) < min(end, joint.start + length):
+                raise ValueError(
+                    f"joint tokens at {joint.start} to {joint.start + length} overlap the {what} at {first} to {end}: "
+                    f"put them in front (start=0, and partition(..., start={length})) or behind (start={end})"
+                )
+    batch_rows(mask, tokens, beside)  # raises, if masks, layouts and starts of the two do not go together
+    if joint.q is not None:
+        batch_rows(mask, beside, keys)
+    return beside
+
+
+def _own(x: Tensor, dealt: tuple[range, ...], ulysses: Axis, dim: int = 2) -> Tensor:
+    """This rank's heads of something that has all of them."""
+    heads = dealt[ulysses.rank]
+    return x.narrow(dim, heads.start, len(heads))
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """A sink takes exp(sink) of the softmax's sum, and nothing of the values."""
+    if sinks is None:
+        return out
+    lse = torch.where(lse == -torch.inf, 0.0, lse)  # out is 0 there; and a sink of -inf, which is none, is nobody's NaN
+    left = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return (out * per_row(left)).to(out.dtype)
+
+
+def _over_ring(out: Tensor, lse: Tensor, ring: Axis, other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Joint queries' results over all ring ranks' keys, which are small, and over one more set of keys."""
+    batch = out.shape[0]
+    for part in zip(*(gather(x, ring, "joint").split(batch) for x in (out, lse)), strict=True):
+        other = merge(*other, *part)
+    return other
+
+
+def _all_heads(x: Tensor, dim: int, plan: HeadPlan, ulysses: Axis) -> Tensor:
+    """All ranks' heads of something that is whole in its tokens."""
+    if ulysses.size == 1:
+        return x
+    counts = [len(heads) for heads in plan.queries]
+    x = x.movedim(dim, 0)
+    x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1) + [0, max(counts) - len(x)])
+    parts = gather(x, ulysses, "joint").split(max(counts))
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).movedim(0, dim)

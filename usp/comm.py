@@ -26,6 +26,12 @@ def _group(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
+def size_and_rank(group: str) -> tuple[int, int]:
+    """Of a group, and this process's place in it."""
+    process_group = _group(group)
+    return process_group.size(), process_group.rank()
+
+
 # ---------------------------------------------------------------------------------------------------
 # Counting.
 
@@ -35,8 +41,9 @@ class Traffic:
     """What this rank sent and computed while being measured, and what sending cost it.
 
     Kinds: "ring" (keys and values on hops), "ring_grad" (their gradients), "all_gather" and "reduce_scatter"
-    (the same, when gathered), "all_to_all" (q, k, v, out and their gradients), "lse", "unshard", "control"
-    (agreement; 16 bytes a group). A message is one send to one peer, or one collective.
+    (the same, when gathered), "all_to_all" (q, k, v, out and their gradients), "lse", "joint" (what joint queries
+    see on other ranks), "unshard", "control" (agreement; 16 bytes a group). A message is one send to one peer, or
+    one collective.
     """
 
     bytes: Counter[str] = field(default_factory=Counter)
@@ -144,42 +151,18 @@ class Exchange:
 # Collectives.
 
 
-def all_to_all(x: Tensor, group: str, kind: str) -> Tensor:
-    """x[n] goes to rank n; result[n] came from rank n. Its own inverse, and its own transpose.
+def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: str, kind: str) -> Tensor:
+    """x's first send[0] rows go to rank 0, the next send[1] to rank 1, ...; receive[n] rows come from rank n.
 
-    x is (ranks, ...), with equal parts.
+    The result has sum(receive) rows, in the order of the ranks. Without autograd.
     """
-    return torch.ops.usp.all_to_all(x, group, kind)
-
-
-# Defined and implemented in two steps: torch.library.custom_op would import the whole compiler at the first call.
-torch.library.define("usp::all_to_all", "(Tensor x, str group, str kind) -> Tensor")
-
-
-@torch.library.impl("usp::all_to_all", "CompositeExplicitAutograd")
-def _all_to_all(x: Tensor, group: str, kind: str) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _sent(kind, x.nbytes - x[0].nbytes)
+    process_group = _group(group)
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    row_bytes = x.nbytes // x.shape[0]
+    _sent(kind, (sum(send) - send[process_group.rank()]) * row_bytes)
     with _operation("an all-to-all"):
-        dist.all_to_all_single(out, x, group=_group(group))
+        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=process_group)
     return out
-
-
-@torch.library.register_fake("usp::all_to_all")
-def _(x: Tensor, group: str, kind: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _all_to_all_context(ctx, inputs, output) -> None:
-    _, ctx.group, ctx.kind = inputs
-
-
-def _all_to_all_gradient(ctx, grad: Tensor):
-    return all_to_all(grad, ctx.group, ctx.kind), None, None
-
-
-torch.library.register_autograd("usp::all_to_all", _all_to_all_gradient, setup_context=_all_to_all_context)
 
 
 def all_gather(x: Tensor, group: str, kind: str) -> Tensor:
@@ -195,7 +178,8 @@ def all_gather(x: Tensor, group: str, kind: str) -> Tensor:
 
 def reduce_scatter(x: Tensor, group: str, kind: str) -> Tensor:
     """(ranks, ...) of every rank to the sum over ranks of this rank's part (...), in rank order."""
-    return all_to_all(x, group, kind).sum(0)
+    ones = [1] * len(x)
+    return all_to_all(x, ones, ones, group, kind).sum(0)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from usp.attention import hybrid_attention
+from usp.attention import Joint, Result, hybrid_attention
 from usp.masks import Mask
 from usp.partitions import Partition
 
@@ -17,6 +17,7 @@ class HybridAttention(nn.Module):
         self,
         mesh: DeviceMesh | None,
         *,
+        replicate_kv: bool = False,
         scale: float | None = None,
         exchange: str = "ring",
         backend: str = "auto",
@@ -26,6 +27,7 @@ class HybridAttention(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.options = {
+            "replicate_kv": replicate_kv,
             "scale": scale,
             "exchange": exchange,
             "backend": backend,
@@ -41,9 +43,13 @@ class HybridAttention(nn.Module):
         tokens: Partition,
         mask: Mask,
         key_tokens: Partition | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        *,
+        joint: Joint | None = None,
+        sinks: Tensor | None = None,
+    ) -> Result | tuple[Result, Result]:
         """Shapes, result and errors as in `hybrid_attention`."""
-        return hybrid_attention(q, k, v, self.mesh, tokens, mask=mask, key_tokens=key_tokens, **self.options)
+        tensors = {"joint": joint, "sinks": sinks}
+        return hybrid_attention(q, k, v, self.mesh, tokens, mask=mask, key_tokens=key_tokens, **tensors, **self.options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.options.items())

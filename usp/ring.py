@@ -43,27 +43,32 @@ from usp.blocks import (
     schedule,
     steps,
 )
+from usp.heads import Group, HeadPlan
 from usp.masks import Mask
 from usp.merging import accumulate, accumulator_dtype
-from usp.mesh import Axis
+from usp.mesh import ALONE, Axis
 from usp.partitions import Partition
 from usp.sharding import checked_axes
-from usp.ulysses import check_heads
 
 EXCHANGES = ("ring", "all_gather")
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Everything that a ring pass needs and is not a tensor. Interned: equal calls share one plan."""
+    """Everything that a ring pass needs and is not a tensor. Interned: equal calls share one plan.
+
+    `local` is set where nothing travels: the ring ranks whose queries meet whose keys, on this rank alone.
+    """
 
     mask: Mask
     queries: Partition
     keys: Partition
     ring: Axis
+    groups: tuple[Group, ...]
     scale: float
     backend: str
     exchange: str
+    local: tuple[int, int] | None = None
 
     @cached_property
     def handle(self) -> int:
@@ -74,8 +79,20 @@ class Pass:
     def need(self) -> tuple[tuple[Columns, ...], ...]:
         return needed(self.mask, self.queries, self.keys)
 
+    @property
+    def rank(self) -> int:
+        """The ring rank whose queries these are."""
+        return self.local[0] if self.local else self.ring.rank
+
+    @property
+    def home(self) -> int:
+        """The ring rank whose keys are here from the beginning."""
+        return self.local[1] if self.local else self.ring.rank
+
     @cached_property
     def steps(self) -> tuple[Step, ...]:
+        if self.local:
+            return (Step(source=self.home),)
         return steps(schedule(self.need, ring_order(self.ring.size)), self.ring.rank)
 
     @cached_property
@@ -83,20 +100,22 @@ class Pass:
         """By source: which of its keys the other ranks get."""
         if self.exchange == "all_gather":
             return ((range(self.keys.seq_ring),),) * self.ring.size
+        if self.local:
+            return ((),) * self.keys.ring
         return carried(self.need)
 
     @cached_property
     def work(self) -> dict[int, tuple[tuple[slice, Block], ...]]:
         """By source: the batch rows and the blocks to compute with its keys, as they are at home or in its message."""
-        home, rows = self.ring.rank, batch_rows(self.mask, self.queries, self.keys)
+        rows = batch_rows(self.mask, self.queries, self.keys)
         return {
             source: tuple(
                 (
                     slice(None) if rows == 1 else slice(row, row + 1),
-                    block if source == home else in_message(block, self.columns[source]),
+                    block if source == self.home else in_message(block, self.columns[source]),
                 )
                 for row in range(rows)
-                for block in blocks(self.mask, self.queries, home, self.keys, source, row)
+                for block in blocks(self.mask, self.queries, self.rank, self.keys, source, row)
             )
             for source in (step.source for step in self.steps)
             if source is not None
@@ -121,11 +140,13 @@ def _handle(
     size: int,
     rank: int,
     group: str,
+    groups: tuple[Group, ...],
     scale: float,
     backend: str,
     exchange: str,
+    local: tuple[int, int] | None,
 ) -> int:
-    plan = interned(Pass(mask, queries, keys, Axis(size, rank, group), scale, backend, exchange))
+    plan = interned(Pass(mask, queries, keys, Axis(size, rank, group), groups, scale, backend, exchange, local))
     if torch.compiler.is_compiling():
         _traced.add(plan)  # its number is in the graph for good
     return plan.handle
@@ -146,6 +167,7 @@ def ring_attention(
     *,
     mask: Mask,
     key_tokens: Partition | None = None,
+    plan: HeadPlan | None = None,
     scale: float | None = None,
     exchange: str = "ring",
     backend: str = "auto",
@@ -153,7 +175,7 @@ def ring_attention(
     """Attention of a ring rank's queries to all keys, over the "ring" axis of the mesh alone.
 
     A piece of `hybrid_attention`, which see; its inputs are what `sequence_to_heads` returns. Ranks are not
-    checked against each other here.
+    checked against each other here. With a plan, heads are those of this Ulysses rank in it.
 
     Returns:
         out in q's dtype and lse, the natural log in float32 (float64 for float64); both differentiable.
@@ -161,15 +183,20 @@ def ring_attention(
     Raises:
         ValueError: if the shapes do not fit the partitions, or the backend cannot do it.
     """
-    ring, keys = checked_axes(mesh, tokens)[0], key_tokens or tokens
+    (ring, ulysses), keys = checked_axes(mesh, tokens), key_tokens or tokens
     checked_axes(mesh, keys)
     check_call(q, k, v, mask, tokens, keys, scale, exchange, seq=tokens.seq_ring, key_seq=keys.seq_ring)
     if key_tokens is None:
         check_ends(mask, tokens)
-    check_heads(q.shape[2], k.shape[2], 1)
+    groups = (plan or HeadPlan(q.shape[2], k.shape[2])).groups(ulysses.rank if plan else 0)
+    if (q.shape[2], k.shape[2]) != (groups[-1].queries.stop, groups[-1].keys.stop):
+        raise ValueError(
+            f"q has {q.shape[2]} heads and k {k.shape[2]}, but Ulysses rank {ulysses.rank} of {plan} has "
+            f"{groups[-1].queries.stop} and {groups[-1].keys.stop}"
+        )
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     backend = kernels.select(backend, q, v, lse_gradient=differentiated)
-    return attend(q, k, v, ring, mask, tokens, keys, scale, exchange, backend)
+    return attend(q, k, v, ring, mask, tokens, keys, groups, scale, exchange, backend)
 
 
 def attend(
@@ -180,14 +207,17 @@ def attend(
     mask: Mask,
     tokens: Partition,
     keys: Partition,
+    groups: tuple[Group, ...],
     scale: float | None,
     exchange: str,
     backend: str,
+    local: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`ring_attention` of checked arguments."""
+    """`ring_attention` of checked arguments. With `local`, of one rank's queries to one rank's keys, both here."""
     factor: float = q.shape[3] ** -0.5 if scale is None else scale
+    ring = ALONE if local else ring
     exchange = exchange if ring.size > 1 else "ring"
-    handle = _handle(mask, tokens, keys, ring.size, ring.rank, ring.group, factor, backend, exchange)
+    handle = _handle(mask, tokens, keys, ring.size, ring.rank, ring.group, groups, factor, backend, exchange, local)
     return torch.ops.usp.ring_forward(q, k, v, handle)
 
 
@@ -238,14 +268,15 @@ def check_call(
         raise ValueError(f"exchange={exchange!r} is not one of {EXCHANGES}")
 
 
-def check_ends(mask: Mask, tokens: Partition) -> None:
-    """No document and no region goes past the end of the sequence, where these tokens are all of it.
+def check_ends(mask: Mask, tokens: Partition, beside: Partition | None = None) -> None:
+    """No document and no region goes past the end of the sequence, where these tokens (and those beside) are all of it.
 
     Raises:
         ValueError: naming the ends.
     """
     for row in range(batch_rows(mask, tokens, tokens)):
         first, end = tokens.span(row)
+        end = max(end, beside.span(row)[1]) if beside else end
         if mask.end(row) > end:
             raise ValueError(
                 f"the mask's documents and regions reach to position {mask.end(row)} in batch row {row}, but the "
@@ -275,9 +306,13 @@ def _ring_forward(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor,
     with torch.autocast(q.device.type, enabled=False):
         for step, k_block, v_block in _arrivals(plan, k, v):
             for rows, block in () if step.source is None else plan.work[step.source]:
-                part = kernels.forward(plan.backend, q[rows], k_block[rows], v_block[rows], block, plan.scale)
                 seen = slice(block.q.start, block.q.stop)
-                accumulate(out[rows, seen], lse[rows, :, seen], *part)
+                for heads, kv_heads in _slices(plan.groups):
+                    part = kernels.forward(
+                        *(plan.backend, q[rows, :, heads], k_block[rows, :, kv_heads], v_block[rows, :, kv_heads]),
+                        *(block, plan.scale),
+                    )
+                    accumulate(out[rows, seen, heads], lse[rows, heads, seen], *part)
     return out.to(q.dtype), lse
 
 
@@ -301,17 +336,24 @@ def _ring_backward(
             gradients.start(step)
             for rows, block in () if step.source is None else plan.work[step.source]:
                 seen, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
-                dq_part, dk_part, dv_part = kernels.backward(
-                    *(plan.backend, dout[rows], q[rows], k_block[rows], v_block[rows], out[rows], lse[rows]),
-                    *(None if dlse is None else dlse[rows], block, plan.scale),
-                )
-                dk, dv = gradients.of(step)  # asked for after a kernel, under which it came
-                dq[rows, seen] += dq_part
-                dk[rows, keys] += dk_part
-                dv[rows, keys] += dv_part
+                for heads, kv_heads in _slices(plan.groups):
+                    dq_part, dk_part, dv_part = kernels.backward(
+                        *(plan.backend, dout[rows, :, heads], q[rows, :, heads]),
+                        *(k_block[rows, :, kv_heads], v_block[rows, :, kv_heads]),
+                        *(out[rows, :, heads], lse[rows, heads], None if dlse is None else dlse[rows, heads]),
+                        *(block, plan.scale),
+                    )
+                    dk, dv = gradients.of(step)  # asked for after a kernel, under which it came
+                    dq[rows, seen, heads] += dq_part
+                    dk[rows, keys, kv_heads] += dk_part
+                    dv[rows, keys, kv_heads] += dv_part
             gradients.wait(step)
     dk, dv = gradients.home
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _slices(groups: tuple[Group, ...]) -> list[tuple[slice, slice]]:
+    return [(slice(q.start, q.stop), slice(k.start, k.stop)) for q, k in groups]
 
 
 @torch.library.register_fake("usp::ring_forward")
@@ -354,7 +396,7 @@ torch.library.register_autograd("usp::ring_backward", _no_second_gradient)
 
 def _arrivals(plan: Pass, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
     """Step by step, the keys and values to compute with; the next ones travel meanwhile."""
-    home = plan.ring.rank
+    home = plan.home
     if plan.exchange == "all_gather":
         message = k.new_empty(k.numel() + v.numel())
         _pack(k, v, plan.columns[home], message)
@@ -383,7 +425,7 @@ class _RingGradients:
     """dk and dv that follow the keys and go home from their last visitor."""
 
     def __init__(self, plan: Pass, k: Tensor, v: Tensor):
-        self.rank, self.columns, self.k, self.v = plan.ring.rank, plan.columns, k, v
+        self.rank, self.columns, self.k, self.v = plan.home, plan.columns, k, v
         wide = accumulator_dtype(k.dtype)
         self.numels = [_numel(columns, k, v) for columns in plan.columns]
         self.exchange = comm.Exchange(plan.ring.group, "ring_grad", max(self.numels), wide, k.device)

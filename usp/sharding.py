@@ -69,7 +69,7 @@ def unshard(x: Tensor, mesh: DeviceMesh | None, tokens: Partition, *, dim: int =
     if x.shape[dim] != tokens.seq_local:
         raise ValueError(f"dim {dim} of x is {x.shape[dim]} long, but a shard of {tokens} is {tokens.seq_local}")
     # Ulysses shares of a ring rank, then ring ranks: whose tokens follow each other in the result.
-    gathered = _gather(_gather(x.movedim(dim, 0), ulysses), ring)
+    gathered = gather(gather(x.movedim(dim, 0), ulysses, "unshard"), ring, "unshard")
     return gathered.index_select(0, _order(tokens, x.device)).movedim(0, dim)
 
 
@@ -147,22 +147,21 @@ def _padded(x: Tensor, dim: int, tokens: Partition, fill: float) -> Tensor:
     return F.pad(x, [0] * (2 * after) + [0, tokens.padded - tokens.seq], value=fill)
 
 
-def _gather(x: Tensor, axis: Axis) -> Tensor:
-    return x if axis.size == 1 else _Gather.apply(x, axis.group)  # pyright: ignore[reportReturnType]
+def gather(x: Tensor, axis: Axis, kind: str) -> Tensor:
+    """All ranks' x, one after another in dim 0. Differentiable: see Note [Gradients of shards]."""
+    return x if axis.size == 1 else _Gather.apply(x, axis.group, kind)  # pyright: ignore[reportReturnType]
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' x, one after another in dim 0; backward adds up what all ranks want of this rank's x."""
-
     @staticmethod
-    def forward(x: Tensor, group: str) -> Tensor:
-        return comm.all_gather(x.contiguous(), group, "unshard").flatten(0, 1)
+    def forward(x: Tensor, group: str, kind: str) -> Tensor:
+        return comm.all_gather(x.contiguous(), group, kind).flatten(0, 1)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        x, ctx.group = inputs
+        x, ctx.group, ctx.kind = inputs
         ctx.seq = x.shape[0]
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return comm.reduce_scatter(grad.unflatten(0, (-1, ctx.seq)), ctx.group, "unshard"), None
+        return comm.reduce_scatter(grad.unflatten(0, (-1, ctx.seq)), ctx.group, ctx.kind), None, None
