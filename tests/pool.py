@@ -31,8 +31,10 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory()
         folder = Path(self.folder.name)
         context = multiprocessing.get_context("forkserver")
-        # The second is what torch.autograd.grad imports when it is given gradients, which takes each rank a second.
-        context.set_forkserver_preload(["tests.hybrid", "torch.fx.experimental.symbolic_shapes"])
+        # Beside the tests, what autograd.grad imports when it is given gradients, and FSDP: seconds in every rank.
+        context.set_forkserver_preload(
+            ["tests.hybrid", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp"]
+        )
         self.stacks = [folder / f"stack{rank}" for rank in range(world)]
         self.pipes, self.processes = [], []
         for rank in range(world):

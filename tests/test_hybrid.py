@@ -365,7 +365,7 @@ assert torch.equal(compiled(q), first)
         ({"tokens": usp.Partition(8, "zigzag", 2)}, "ring=2 x ulysses=1, the mesh has ring=1"),
         ({"tokens": usp.Partition(9, "zigzag")}, "q hold 8 tokens"),
         ({"scale": 0.0}, "scale=0.0 is not a positive"),
-        ({"heads": 3}, "4 query heads over 3 KV heads"),
+        ({"heads": 3}, "4 query heads and 3 KV heads: each KV head"),
     ],
 )
 def test_the_ring_alone_refuses_what_does_not_fit(changes, message):
