@@ -6,6 +6,12 @@ from tests import oracle, pool
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-heads", action="store_true", help="every head count also on more than 9 ranks (tests/test_heads.py)"
+    )
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """ranks(world) is a pool of that many rank processes, started once and kept."""

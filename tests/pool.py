@@ -100,6 +100,8 @@ class Pools:
 
     def of(self, world: int) -> Pool:
         if world not in self.by_world or not self.by_world[world].alive:
+            for other in [n for n in self.by_world if n > 9]:  # the rare large ones do not stay
+                self.by_world.pop(other).close()
             self.by_world[world] = Pool(world)
         return self.by_world[world]
 

@@ -357,7 +357,7 @@ def test_a_failing_point_is_a_record_and_an_exit_code(tmp_path):
     by_degree = {record["config"]["mesh"]["ulysses"]: record for record in records(tmp_path)}
     assert [by_degree[n]["status"] for n in (1, 2, 3, 4)] == ["ok", "ok", "unsupported", "unsupported"]
     for degree in (3, 4):
-        message = f"4 query heads and 2 KV heads do not divide over ulysses={degree} ranks"
+        message = f"4 query heads and 2 KV heads on ulysses={degree} ranks"
         assert message in by_degree[degree]["reason"]
         assert text.count(message) == 2  # as it happened, and at the end
     assert "[2 done, 1 failed, 1 left]" in text
