@@ -34,5 +34,5 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) results outputs multirun build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) results outputs multirun build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -66,14 +66,15 @@ def lse_to_sequence(
     return rearrange(to_sequence([x], "q", plan, ulysses, "lse")[0], "b s h 1 -> b h s")
 
 
-def to_heads(xs: Sequence[Tensor], cuts: str, plan: HeadPlan, ulysses: Axis, kind: str = "all_to_all") -> list[Tensor]:
+def to_heads(xs: Sequence[Tensor], cuts: str, plan: HeadPlan, ulysses: Axis) -> list[Tensor]:
     """(batch, seq_local, heads or KV heads, dim) each, to all tokens and this rank's heads; one message a rank.
 
     `cuts` has a letter for each: "q" where query heads are dealt, "k" where KV heads are.
     """
     if ulysses.size == 1:
         return list(xs)
-    return torch.ops.usp.to_heads(xs, cuts, plan.heads, plan.kv_heads, plan.replicate_kv, ulysses.group, kind)
+    arguments = plan.heads, plan.kv_heads, plan.replicate_kv, ulysses.group, "all_to_all"
+    return torch.ops.usp.to_heads(xs, cuts, *arguments)
 
 
 def to_sequence(
