@@ -24,7 +24,8 @@ import usp
 from analysis.records import SCHEMA
 from experiments.attention import provenance, write
 from usp import kernels, merging
-from usp.blocks import blocks
+from usp.blocks import Block, blocks
+from usp.kernels.scores import Scores, Terms, checked_scores
 
 LIMIT = 0.01  # the largest error in half precision that passes, of the reference's largest value; 5e-6 in float32
 WARMUP, REPEATS = 3, 10
@@ -102,6 +103,9 @@ def conformance(device: torch.device, seq: int) -> list[dict]:
         )
     for dtype in (torch.float16, torch.float32):
         found.append(check(device, dtype, (4, 2, 64), seq, "zigzag", masks["window"], "window"))
+    for options in ({"softcap": 3.0}, {"alibi": (0.5, 0.25, 0.06, 0.0)}, {"dropout": (0.3, 7)}):
+        for name in ("causal", "full"):
+            found.append(check(device, torch.bfloat16, (4, 2, 64), seq, "zigzag", masks[name], name, options))
     return found
 
 
@@ -113,6 +117,7 @@ def check(
     layout: str,
     mask: usp.Mask,
     name: str,
+    options: dict | None = None,
 ) -> dict:
     """One case, with the backend that `auto` takes there, against float64 on the CPU."""
     heads, kv_heads, head_dim = shape
@@ -124,16 +129,20 @@ def check(
     q, k, v, dout = normal(heads), normal(kv_heads), normal(kv_heads), normal(heads)
     # A gradient through lse takes columns that a head of the largest size does not have.
     dlse = torch.randn(2, heads, seq, generator=generator) if head_dim < 256 else None
+    options = options or {}
     what = f"{layout}, {name}, {heads}/{kv_heads} heads x {head_dim}, {str(dtype).removeprefix('torch.')}"
+    what += "".join(f", {option}={value}" for option, value in options.items())
     tokens = usp.Partition(seq, usp.Layout(layout), ring=4)
     try:
         there = [None if x is None else x.to(device) for x in (q, k, v, dout, dlse)]
-        backend = kernels.select("auto", there[0], there[2], lse_gradient=dlse is not None)
-        actual = [x.cpu().double() for x in ring_on_paper(backend, *there, mask, tokens)]
+        given = dict.fromkeys(("scale", "softcap", "alibi", "bias", "dropout")) | options
+        scores, seed = checked_scores(there[0], **given), options.get("dropout", (0.0, 0))[1]
+        backend = kernels.select("auto", there[0], there[2], scores, lse_gradient=dlse is not None, span=seq)
+        actual = [x.cpu().double() for x in ring_on_paper(backend, *there, mask, tokens, scores, seed)]
     except Exception as error:  # device time is rare: the other cases still run
         return {"case": what, "errors": {}, "ok": False, "reason": f"{type(error).__name__}: {error}"}
     exact = [x.double() for x in (q, k, v, dout)]
-    expected = one_process(*exact, None if dlse is None else dlse.double(), mask)
+    expected = one_process(*exact, None if dlse is None else dlse.double(), mask, options)
     found = {
         name: ((x - y).abs().max() / y.abs().max()).item() for name, x, y in zip(NAMES, actual, expected, strict=True)
     }
@@ -145,10 +154,12 @@ def check(
     }
 
 
-def one_process(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, mask: usp.Mask) -> list[Tensor]:
+def one_process(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, mask: usp.Mask, options: dict
+) -> list[Tensor]:
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     tokens = usp.Partition(q.shape[1], usp.Layout.CONTIGUOUS)
-    out, lse = usp.hybrid_attention(q, k, v, None, tokens, mask=mask, backend="tiled", return_lse=True)
+    out, lse = usp.hybrid_attention(q, k, v, None, tokens, mask=mask, backend="tiled", return_lse=True, **options)
     loss = (out * dout).sum() + (0.0 if dlse is None else (lse * dlse).sum())
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v))]
 
@@ -162,10 +173,12 @@ def ring_on_paper(
     dlse: Tensor | None,
     mask: usp.Mask,
     tokens: usp.Partition,
+    scores: Scores,
+    seed: int,
 ) -> list[Tensor]:
     """out, lse, dq, dk, dv of a ring whose ranks are played one after another; tokens need no padding."""
     wide = merging.accumulator_dtype(q.dtype)
-    scale = q.shape[3] ** -0.5
+    reach = kernels.reach(backend, q.dtype, scores)
     held = [  # the tokens of each rank
         torch.cat([torch.arange(start, start + step * count, step) for start, step, count in tokens.runs(rank)])
         for rank in range(tokens.ring)
@@ -178,19 +191,27 @@ def ring_on_paper(
     for rank in range(tokens.ring):
         mine = held[rank]
         work = [
-            (source, block) for source in range(tokens.ring) for block in blocks(mask, tokens, rank, tokens, source)
+            (source, block)
+            for source in range(tokens.ring)
+            for block in blocks(mask, tokens, rank, tokens, source, reach=reach)
         ]
+
+        def terms(source: int, block: Block, mine: Tensor = mine) -> Terms:
+            i, j = mine[block.q.start : block.q.stop], held[source][block.k.start : block.k.stop]
+            return scores.at(slice(0, q.shape[2]), 0, i, j, None, seed)
+
         my_out, my_lse = torch.zeros_like(out[:, mine], dtype=wide), lse[:, :, mine]
         for source, block in work:
             rows = slice(block.q.start, block.q.stop)
-            part = kernels.forward(backend, q[:, mine], k[:, held[source]], v[:, held[source]], block, scale)
+            tensors = q[:, mine], k[:, held[source]], v[:, held[source]]
+            part = kernels.forward(backend, *tensors, block, terms(source, block))
             merging.accumulate(my_out[:, rows], my_lse[:, :, rows], *part)
         out[:, mine], lse[:, :, mine] = my_out.to(q.dtype), my_lse
         my_dlse = None if dlse is None else dlse[:, :, mine]
         for source, block in work:
             theirs = held[source]
             tensors = dout[:, mine], q[:, mine], k[:, theirs], v[:, theirs], out[:, mine], my_lse, my_dlse
-            parts = kernels.backward(backend, *tensors, block, scale)
+            parts = kernels.backward(backend, *tensors, block, terms(source, block))
             rows, columns = mine[block.q.start : block.q.stop], theirs[block.k.start : block.k.stop]
             dq[:, rows] += parts[0]
             dk[:, columns] += parts[1]
@@ -222,14 +243,15 @@ def rate(device: torch.device, size: int, heads: int, kv_heads: int, head_dim: i
         return torch.randn(1, size, count, head_dim, device=device, dtype=torch.bfloat16)
 
     q, k, v, dout = normal(heads), normal(kv_heads), normal(kv_heads), normal(heads)
-    backend = kernels.select("auto", q, v, lse_gradient=False)
+    scores = Scores(scale=head_dim**-0.5)
+    backend = kernels.select("auto", q, v, scores, lse_gradient=False, span=size)
     tokens = usp.Partition(size, usp.Layout.CONTIGUOUS)
     (block,) = blocks(usp.Mask(causal=causal), tokens, 0, tokens, 0)
-    scale = head_dim**-0.5
-    out, lse = kernels.forward(backend, q, k, v, block, scale)
+    terms = Terms(scores.scale)
+    out, lse = kernels.forward(backend, q, k, v, block, terms)
     samples = {
-        "forward": timed(device, lambda: kernels.forward(backend, q, k, v, block, scale)),
-        "backward": timed(device, lambda: kernels.backward(backend, dout, q, k, v, out, lse, None, block, scale)),
+        "forward": timed(device, lambda: kernels.forward(backend, q, k, v, block, terms)),
+        "backward": timed(device, lambda: kernels.backward(backend, dout, q, k, v, out, lse, None, block, terms)),
     }
     flop = 4 * size * size * heads * head_dim * (0.5 if causal else 1.0)
     work = {"forward": flop, "backward": 2.5 * flop}

@@ -37,6 +37,10 @@ class Case:
     lse: bool = True
     owners: tuple[int, ...] | None = None
     sinks: bool = False
+    softcap: float | None = None
+    alibi: bool = False
+    bias: str | None = None
+    dropout: tuple[float, int] | None = None
     options: tuple[tuple[str, object], ...] = ()
 
     def tokens(self) -> Partition:
@@ -48,8 +52,12 @@ class Case:
         start = 0 if self.key_seq else self.start
         return Partition(seq, layout, self.ring, self.ulysses, start, self.owners if layout == "balanced" else None)
 
+    def scores(self) -> oracle.Options:
+        scale = dict(self.options).get("scale")
+        return oracle.Options(scale, self.softcap, slopes(self.heads) if self.alibi else None, self.bias, self.dropout)
+
     def inputs(self) -> tuple[Tensor, ...]:
-        """q, k, v, dout, dlse, sinks: whole tensors."""
+        """q, k, v, dout, dlse, sinks, table: whole tensors."""
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -62,8 +70,8 @@ class Case:
         dout = normal(self.batch, self.seq, self.heads, self.head_dim_v)
         dlse = normal(self.batch, self.heads, self.seq)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        sinks = normal(self.heads).to(wide)
-        return *(x.to(self.dtype) for x in (q, k, v, dout)), dlse.to(wide), sinks
+        sinks, table = normal(self.heads).to(wide), normal(11 if self.bias == "clipped" else 12, self.heads).to(wide)
+        return *(x.to(self.dtype) for x in (q, k, v, dout)), dlse.to(wide), sinks, table
 
     def expected(self) -> oracle.Answer:
         """The reference, which no mesh or layout changes; made once."""
@@ -75,29 +83,51 @@ class Case:
         return pool.mesh(self.ring, self.ulysses) if self.ring * self.ulysses > 1 else None
 
 
+def slopes(heads: int) -> tuple[float, ...]:
+    """One a head, from a steep one down to none."""
+    return tuple(0.7 * (heads - 1 - n) / heads for n in range(heads))
+
+
+def relative_bias(form: str, table: Tensor) -> usp.RelativeBias:
+    if form == "clipped":
+        return usp.RelativeBias.clipped(table)
+    return usp.RelativeBias.t5(table, bidirectional=form == "t5 encoder", max_distance=20)
+
+
 @lru_cache(maxsize=256)
 def _expected(case: Case) -> oracle.Answer:
-    q, k, v, dout, dlse, sinks = case.inputs()
-    seen = torch.stack([oracle.visible(case.mask, case.tokens(), case.key_tokens(), n) for n in range(case.batch)])
-    scale, sinks = dict(case.options).get("scale"), sinks if case.sinks else None
-    return oracle.answer(q, k, v, dout, dlse if case.lse else None, seen, scale, sinks)
+    q, k, v, dout, dlse, sinks, table = case.inputs()
+    tokens = case.tokens(), case.key_tokens()
+    seen = torch.stack([oracle.visible(case.mask, *tokens, n) for n in range(case.batch)])
+    positions = tuple(torch.stack([torch.arange(x.seq) + x.span(n)[0] for n in range(case.batch)]) for x in tokens)
+    tensors = sinks if case.sinks else None, table if case.bias else None
+    return oracle.answer(q, k, v, dout, dlse if case.lse else None, seen, case.scores(), *tensors, positions)
 
 
 DIMS = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}  # where each result's tokens are
 
 
 def run(case: Case, mesh=None, arrange=lambda x: x) -> dict[str, Tensor]:
-    """This rank's out, lse, dq, dk and dv; dsinks summed over ranks. `arrange` may change the shards' memory layout."""
+    """This rank's out, lse, dq, dk and dv; dsinks and dtable summed over ranks.
+
+    `arrange` may change the shards' memory layout.
+    """
     mesh = mesh or case.mesh()
     tokens, key_tokens = case.tokens(), case.key_tokens()
-    q, k, v, dout, dlse, sinks = case.inputs()
+    q, k, v, dout, dlse, sinks, table = case.inputs()
     q, dout = (usp.shard(x, mesh, tokens) for x in (q, dout))
     k, v = (usp.shard(x, mesh, key_tokens) for x in (k, v))
     q, k, v = (arrange(x).detach().requires_grad_() for x in (q, k, v))
-    leaves = [q, k, v, *([sinks.requires_grad_()] if case.sinks else [])]
+    parameters = ({"dsinks": sinks} if case.sinks else {}) | ({"dtable": table} if case.bias else {})
+    leaves = [q, k, v, *(x.requires_grad_() for x in parameters.values())]
+    scores = case.scores()
     out, lse = usp.hybrid_attention(
         *(q, k, v, mesh, tokens),
         sinks=sinks if case.sinks else None,
+        softcap=scores.softcap,
+        alibi=scores.alibi,
+        bias=relative_bias(case.bias, table) if case.bias else None,
+        dropout=scores.dropout,
         mask=case.mask,
         key_tokens=key_tokens if case.key_seq or case.key_layout else None,
         return_lse=True,
@@ -111,7 +141,7 @@ def run(case: Case, mesh=None, arrange=lambda x: x) -> dict[str, Tensor]:
     assert out.dtype == case.dtype
     assert [x.dtype for x in gradients] == [x.dtype for x in leaves]
     found = dict(zip(DIMS, (out.detach(), lse.detach(), *gradients[:3]), strict=True))
-    return found | ({"dsinks": summed(gradients[3], mesh)} if case.sinks else {})
+    return found | {name: summed(x, mesh) for name, x in zip(parameters, gradients[3:], strict=True)}
 
 
 def summed(share: Tensor, mesh) -> Tensor:
@@ -175,6 +205,10 @@ class Beside:
     kv_heads: int = 3
     replicate_kv: bool = False
     sinks: bool = False
+    softcap: float | None = None
+    alibi: bool = False
+    bias: str | None = None
+    dropout: tuple[float, int] | None = None
     seq: int = 17
     joint: int = 3
     batch: int = 2
@@ -199,25 +233,34 @@ def _one_joint(call: Beside) -> None:
         for heads in (call.heads, call.kv_heads, call.kv_heads, call.heads)
     )
     sinks = torch.randn(call.heads, generator=generator, dtype=torch.float64) if call.sinks else None
+    table = torch.randn(12, call.heads, generator=generator, dtype=torch.float64) if call.bias else None
     dlse = torch.randn(call.batch, call.heads, whole, generator=generator, dtype=torch.float64)
     if not call.queries:
         dout[:, beside], dlse[:, :, beside] = 0.0, 0.0
 
     everything = Partition(whole, "contiguous")
     seen = torch.stack([oracle.visible(call.mask, everything, everything, row) for row in range(call.batch)])
-    expected = oracle.answer(q, k, v, dout, dlse, seen, None, sinks).values
+    alibi = slopes(call.heads) if call.alibi else None
+    options = oracle.Options(None, call.softcap, alibi, call.bias, call.dropout)
+    places = torch.arange(whole).expand(call.batch, -1)
+    expected = oracle.answer(q, k, v, dout, dlse, seen, options, sinks, table, (places, places)).values
 
     tokens = usp.partition(call.seq, mesh, call.layout, start=call.joint if call.front else 0)
     shards = [usp.shard(x[:, rest], mesh, tokens).requires_grad_() for x in (q, k, v)]
     held = [x[:, beside].clone().requires_grad_() for x in ((k, v, q) if call.queries else (k, v))]
     joint = usp.Joint(*held, start=0 if call.front else call.seq)
-    own_sinks = [] if sinks is None else [sinks.clone().requires_grad_()]
+    parameters = {"dsinks": sinks, "dtable": table}
+    parameters = {name: x.clone().requires_grad_() for name, x in parameters.items() if x is not None}
     found = usp.hybrid_attention(
         *(*shards, mesh, tokens),
         mask=call.mask,
         joint=joint,
         replicate_kv=call.replicate_kv,
-        sinks=own_sinks[0] if own_sinks else None,
+        sinks=parameters.get("dsinks"),
+        softcap=call.softcap,
+        alibi=alibi,
+        bias=relative_bias(call.bias, parameters["dtable"]) if call.bias else None,
+        dropout=call.dropout,
         return_lse=True,
         **dict(call.options),
     )
@@ -227,7 +270,7 @@ def _one_joint(call: Beside) -> None:
     if others:  # computed whole on every rank, so each takes its part of a loss on it
         results += others
         grads += [x / (call.ring * call.ulysses) for x in (dout[:, beside], dlse[:, :, beside])]
-    gradients = torch.autograd.grad(results, [*shards, *held, *own_sinks], grads)
+    gradients = torch.autograd.grad(results, [*shards, *held, *parameters.values()], grads)
 
     def right(name: str, actual: torch.Tensor, reference: torch.Tensor) -> None:
         error = oracle.relative_error(actual.detach(), reference)
@@ -242,5 +285,5 @@ def _one_joint(call: Beside) -> None:
         right(name, usp.unshard(x, mesh, tokens), expected[name][:, rest])
     for name, x in zip(("dk", "dv", "dq")[: len(held)], gradients[3:], strict=False):
         right(f"joint {name}", summed(x, mesh), expected[name][:, beside])
-    if own_sinks:
-        right("dsinks", summed(gradients[-1], mesh), expected["dsinks"])
+    for name, x in zip(parameters, gradients[3 + len(held) :], strict=True):
+        right(name, summed(x, mesh), expected[name])

@@ -5,6 +5,7 @@ Nothing here reads the library's blocks, regions or layouts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,16 +49,44 @@ def visible(mask: Mask, queries: Partition, keys: Partition, row: int) -> Tensor
     return seen
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a score is besides scale q k; `bias` names how an offset finds its row of a table."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    alibi: tuple[float, ...] | None = None
+    bias: str | None = None
+    dropout: tuple[float, int] | None = None
+
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    options: Options = Options(),
+    sinks: Tensor | None = None,
+    table: Tensor | None = None,
+    positions: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain softmax attention in q's dtype; seen is (batch, seq, key_seq). Rows without keys: out 0, lse -inf.
 
-    A sink is one more score of each row, whose value is zero; lse is of the keys alone.
+    A sink is one more score of each row, whose value is zero; lse is of the keys alone. Positions of queries and keys
+    are (batch, seq) and (batch, key_seq).
     """
-    groups = q.shape[2] // k.shape[2]
+    groups, scale = q.shape[2] // k.shape[2], options.scale
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if positions is not None:
+        offset = positions[1][:, None, :] - positions[0][:, :, None]
+        if options.alibi is not None:
+            slopes = torch.tensor(options.alibi, dtype=torch.float64)[:, None, None]
+            scores = scores - (slopes * offset[:, None].abs()).to(scores.dtype)
+        if table is not None:
+            scores = scores + table.to(scores.dtype)[bucket(options.bias, offset, len(table))].permute(0, 3, 1, 2)
     seen = seen[:, None]
     empty = ~seen.any(-1)
     scores = scores.masked_fill(~seen, -torch.inf).masked_fill(empty[..., None], 0.0)
@@ -67,12 +96,49 @@ def attention(
         with_sinks = torch.cat([scores, column], -1)
     p = torch.softmax(with_sinks, -1)[..., : scores.shape[-1]].masked_fill(empty[..., None], 0.0)
     lse = torch.logsumexp(scores, -1).masked_fill(empty, -torch.inf)
+    if options.dropout is not None and positions is not None:
+        p = p * kept(*options.dropout, p.shape[1], *positions) / (1 - round(options.dropout[0] * 2**32) / 2**32)
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+
+def bucket(form: str | None, offset: Tensor, count: int) -> Tensor:
+    """The row of a table of `count` rows for key position - query position."""
+    if form == "clipped":
+        return offset.clamp(-(count // 2), count // 2) + count // 2
+    assert form in ("t5 encoder", "t5 decoder")
+    if form == "t5 encoder":
+        count //= 2
+        far, first = offset.abs(), (offset > 0) * count
+    else:
+        far, first = -offset.clamp(max=0), 0
+    half = count // 2  # as many are exact; the others reach up to a distance of 20
+    more = torch.log(far.clamp(min=1).float() / half) / math.log(20 / half) * (count - half)
+    return first + torch.where(far < half, far, (half + more.to(torch.int64)).clamp(max=count - 1))
+
+
+def kept(p: float, seed: int, heads: int, i: Tensor, j: Tensor) -> Tensor:
+    """(batch, heads, seq, key_seq): whether dropout keeps a pair. From Note [Dropout], in unsigned words."""
+    low = 0xFFFFFFFF
+
+    def mix(x: Tensor) -> Tensor:
+        x = ((x ^ x // 65536) * 0x85EBCA6B) & low
+        x = ((x ^ x // 8192) * 0xC2B2AE35) & low
+        return x ^ x // 65536
+
+    row = torch.arange(len(i))[:, None, None]
+    head = torch.arange(heads)[None, :, None]
+    words = [torch.tensor(0), torch.tensor(1)]
+    for part in (torch.tensor(seed & low), torch.tensor(seed >> 32), row, head, i[:, None, :]):
+        words = [(mix(word ^ part) + 0x9E3779B9) & low for word in words]
+    x = (words[0][..., None] ^ mix(j)[:, None, None, :]) * (words[1] | 1)[..., None] & low
+    x = (x ^ x // 65536) * 0x85EBCA6B & low
+    x = (x ^ x // 8192) * 0xC2B2AE35 & low
+    return torch.where(x < 2**31, x, x - 2**32) >= round(p * 2**32) - 2**31
 
 
 @dataclass
 class Answer:
-    """out, lse and the gradients of (out dout + lse dlse), by name; dsinks if there are sinks."""
+    """out, lse and the gradients of (out dout + lse dlse), by name; dsinks and dtable if there are such."""
 
     values: dict[str, Tensor]
     plain: dict[str, Tensor] | None = None  # the same by plain PyTorch in half precision
@@ -85,24 +151,28 @@ def answer(
     dout: Tensor,
     dlse: Tensor | None,
     seen: Tensor,
-    scale: float | None = None,
+    options: Options = Options(),
     sinks: Tensor | None = None,
+    table: Tensor | None = None,
+    positions: tuple[Tensor, Tensor] | None = None,
 ) -> Answer:
     """The float64 reference for inputs of any dtype."""
-    wide = None if sinks is None else sinks.double()
-    exact = _differentiate(*(x.double() for x in (q, k, v, dout)), dlse, seen, scale, wide)
+    more = seen, options, positions
+    wide = (None if x is None else x.double() for x in (sinks, table))
+    exact = _differentiate(*(x.double() for x in (q, k, v, dout)), dlse, *wide, *more)
     if q.dtype in EXACT:
         return Answer(exact)
-    return Answer(exact, _differentiate(q, k, v, dout, dlse, seen, scale, sinks))
+    return Answer(exact, _differentiate(q, k, v, dout, dlse, sinks, table, *more))
 
 
-def _differentiate(q, k, v, dout, dlse, seen, scale, sinks) -> dict[str, Tensor]:
+def _differentiate(q, k, v, dout, dlse, sinks, table, seen, options, positions) -> dict[str, Tensor]:
     leaves = {
         name: x.detach().requires_grad_()
-        for name, x in zip(("q", "k", "v", "sinks"), (q, k, v, sinks), strict=True)
+        for name, x in zip(("q", "k", "v", "sinks", "table"), (q, k, v, sinks, table), strict=True)
         if x is not None
     }
-    out, lse = attention(leaves["q"], leaves["k"], leaves["v"], seen, scale, leaves.get("sinks"))
+    more = leaves.get("sinks"), leaves.get("table"), positions
+    out, lse = attention(leaves["q"], leaves["k"], leaves["v"], seen, options, *more)
     loss = (out * dout).sum()
     if dlse is not None:
         loss = loss + torch.where(lse == -torch.inf, 0.0, lse * dlse.to(lse.dtype)).sum()

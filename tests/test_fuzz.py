@@ -48,7 +48,7 @@ def regions(draw, seq: int, key_seq: int) -> tuple[Region, ...]:
 
 @st.composite
 def cases(draw) -> Case:
-    """Any mesh of up to 8 ranks, any lengths and layouts, any mask, any heads, sinks, any options."""
+    """Any mesh of up to 8 ranks, any lengths and layouts, any mask, any heads, any terms of scores, any options."""
     ring = draw(st.integers(1, 8))
     ulysses = draw(st.integers(1, min(4, 8 // ring)))
     layout = draw(st.sampled_from(["contiguous", "zigzag", "striped", "balanced"]))
@@ -84,11 +84,18 @@ def cases(draw) -> Case:
             key_layout = None
 
     options = {"replicate_kv": True} if replicate else {}
+    softcap, alibi = draw(st.sampled_from([None, None, 0.7, 20.0])), draw(st.integers(0, 2)) == 0
+    bias = draw(st.sampled_from([None, None, None, "t5 encoder", "t5 decoder", "clipped"]))
+    dropout = (draw(st.sampled_from([0.1, 0.8])), draw(st.integers(0, 2**63 - 1))) if draw(st.booleans()) else None
     if draw(st.booleans()):
         options["scale"] = draw(st.sampled_from([0.05, 0.5, 1.5]))
         options["exchange"] = draw(st.sampled_from(["ring", "all_gather"]))
         options["backend"] = draw(st.sampled_from(["auto", "sdpa", "tiled"]))
         options["check_ranks"] = draw(st.booleans())
+        options["float32_delta"] = draw(st.booleans())
+        if options["backend"] == "sdpa":
+            softcap = bias = dropout = None
+            alibi = alibi and (key_layout is None or (layout == "striped") == (key_layout == "striped"))
     return Case(
         *(ring, ulysses, layout, seq, mask),
         heads=kv_heads * groups,
@@ -103,6 +110,10 @@ def cases(draw) -> Case:
         lse=draw(st.booleans()),
         owners=tuple(owners) if owners and "balanced" in (layout, key_layout) else None,
         sinks=draw(st.integers(0, 3)) == 0,
+        softcap=softcap,
+        alibi=alibi,
+        bias=bias,
+        dropout=dropout,
         options=tuple(options.items()),
     )
 

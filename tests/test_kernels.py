@@ -14,6 +14,7 @@ from tests.test_blocks import band, check_form
 from usp import kernels
 from usp.blocks import Block, Kind
 from usp.kernels import sdpa
+from usp.kernels.scores import Scores, Terms
 
 BLOCKS = {
     "full": Block(range(3, 40), range(5, 70)),
@@ -63,14 +64,15 @@ def check_block(backend, block, dtype, heads, kv_heads, head_dim, head_dim_v, wi
     dout, other_out = normal(rows, heads, head_dim_v), normal(rows, heads, head_dim_v)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     other_lse, dlse = torch.randn(2, heads, rows, dtype=wide), torch.randn(2, heads, rows, dtype=wide)
-    scale = 0.9 * head_dim**-0.5
+    options = oracle.Options(scale=0.9 * head_dim**-0.5)
+    terms = Terms(options.scale)
 
     def reference(
         dtype: torch.dtype, out_dtype: torch.dtype
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         a, b = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
         q_, k_, v_ = (x.to(dtype).detach().requires_grad_() for x in (q[:, a], k[:, b], v[:, b]))
-        out, lse = oracle.attention(q_, k_, v_, band(block).expand(2, -1, -1), scale)
+        out, lse = oracle.attention(q_, k_, v_, band(block).expand(2, -1, -1), options)
         whole_out, whole_lse = usp.merge(out, lse, other_out[:, a].to(dtype), other_lse[:, :, a].to(lse.dtype))
         loss = (whole_out * dout[:, a].to(dtype)).sum()
         if with_lse:
@@ -86,11 +88,12 @@ def check_block(backend, block, dtype, heads, kv_heads, head_dim, head_dim_v, wi
     whole_out[:, block.q.start : block.q.stop] = part_out
     whole_lse[:, :, block.q.start : block.q.stop] = part_lse.to(wide)
 
-    out, lse = kernels.forward(backend, q, k, v, block, scale)
+    out, lse = kernels.forward(backend, q, k, v, block, terms)
     assert lse.dtype == wide
-    dq, dk, dv = kernels.backward(
-        backend, dout, q, k, v, whole_out, whole_lse, dlse if with_lse else None, block, scale
+    dq, dk, dv, dtable = kernels.backward(
+        backend, dout, q, k, v, whole_out, whole_lse, dlse if with_lse else None, block, terms
     )
+    assert dtable is None
     for name, x in {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}.items():
         error, allowed = oracle.relative_error(x, exact[name]), oracle.tolerance(name, dtype, expected)
         assert error <= allowed, (name, error, allowed, heads, kv_heads, head_dim, head_dim_v, with_lse)
@@ -105,8 +108,9 @@ def test_strided_inputs():
     packed = torch.randn(2, 20, 4, 3, 32, dtype=torch.float64)
     q, k, v = packed[..., 0, ::2], packed[..., 1, :16], packed[:, :1, :, 2, 1::2].expand(-1, 20, -1, -1)
     for backend in usp.backends():
-        out, lse = kernels.forward(backend, q, k, v, Block(range(20), range(20), None, 0), 0.25)
-        expected = oracle.attention(q, k, v, torch.ones(2, 20, 20, dtype=torch.bool).tril(), 0.25)
+        out, lse = kernels.forward(backend, q, k, v, Block(range(20), range(20), None, 0), Terms(0.25))
+        seen = torch.ones(2, 20, 20, dtype=torch.bool).tril()
+        expected = oracle.attention(q, k, v, seen, oracle.Options(scale=0.25))
         assert oracle.relative_error(out, expected[0]) < 1e-12
         assert oracle.relative_error(lse, expected[1]) < 1e-12
 
@@ -121,7 +125,7 @@ class Like(NamedTuple):
 
 def select(name: str, device: str, dtype: torch.dtype, head_dim: int, lse_gradient: bool = False) -> str:
     x = Like(torch.device(device), dtype, (1, 8, 2, head_dim))
-    return kernels.select(name, x, x, lse_gradient=lse_gradient)
+    return kernels.select(name, x, x, Scores(scale=0.1), lse_gradient=lse_gradient, span=8)
 
 
 def test_auto_takes_the_first_that_can(monkeypatch):

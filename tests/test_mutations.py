@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TESTS = ("blocks", "merging", "kernels", "sharding", "cases", "comm", "heads", "fuzz", "hybrid", "project")
+TESTS = ("blocks", "merging", "kernels", "sharding", "cases", "comm", "heads", "scores", "fuzz", "hybrid", "project")
 LIMIT_S = 600.0
 
 
@@ -128,7 +128,13 @@ MUTATIONS = (
         "None",
         "cases",
     ),
-    Mutation("the caller's scale ignored", "ring.py", "if scale is None else scale", "", "cases"),
+    Mutation(
+        "the caller's scale ignored",
+        "kernels/scores.py",
+        "if scale is None else float(scale)",
+        "",
+        "cases",
+    ),
     Mutation(
         "an edge block's lse in the wrong order",
         "kernels/sdpa.py",
@@ -143,7 +149,51 @@ MUTATIONS = (
         "out = torch.cat([out, *(x for x",
         "kernels",
     ),
-    Mutation("dq and dk without the scale", "kernels/tiled.py", ".mul_(p).mul_(scale)", ".mul_(p)", "kernels"),
+    Mutation("dq without the scale", "kernels/tiled.py", ", p).mul_(terms.scale)", ", p)", "kernels"),
+    Mutation(
+        "softcap's slope left out of the gradient",
+        "kernels/tiled.py",
+        "ds.mul_(capped.div_(terms.softcap).square_().neg_().add_(1))",
+        "pass",
+        "scores",
+    ),
+    Mutation(
+        "dropout forgotten in the gradient of v",
+        "kernels/tiled.py",
+        "dropped = p * kept",
+        "dropped = p",
+        "scores",
+    ),
+    Mutation("batch rows drop alike", "ring.py", "heads, work.row, i, j", "heads, 0, i, j", "scores"),
+    Mutation(
+        "dropout counts heads from each rank's own",
+        "kernels/scores.py",
+        "head=self.first_head + heads.start",
+        "head=heads.start",
+        "scores",
+    ),
+    Mutation(
+        "the row constant of ALiBi left out of lse",
+        "kernels/sdpa.py",
+        "lse if shift is None else lse + shift",
+        "lse",
+        "scores",
+    ),
+    Mutation(
+        "ALiBi blocks across the diagonal",
+        "blocks.py",
+        "elif b - a <= reach:",
+        "elif True:",
+        "scores",
+    ),
+    Mutation(
+        "a bias for the wrong side of a bucket's start",
+        "kernels/scores.py",
+        "starts, right=True)",
+        "starts, right=False)",
+        "scores",
+    ),
+    Mutation("what rounding took is forgotten", "kernels/__init__.py", " + _part(rest, block.q)", "", "scores"),
     Mutation(
         "of a KV head on several ranks only one gradient kept",
         "ulysses.py",

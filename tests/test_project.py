@@ -28,7 +28,8 @@ HOMES = {
 }
 PUBLIC = {
     "HeadPlan": "(heads, kv_heads, ulysses, replicate_kv)",
-    "HybridAttention": "(mesh, *, replicate_kv, scale, exchange, backend, check_ranks, return_lse)",
+    "HybridAttention": "(mesh, *, replicate_kv, scale, softcap, alibi, exchange, backend, float32_delta, check_ranks, "
+    "return_lse)",
     "Joint": "(k, v, q, start)",
     "Layout": None,
     "Mask": "(causal, window, documents, key_documents, regions)",
@@ -37,14 +38,16 @@ PUBLIC = {
     "Traffic": None,
     "backends": "()",
     "heads_to_sequence": "(x, mesh, *, plan)",
-    "hybrid_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, joint, replicate_kv, sinks, scale, exchange, "
-    "backend, check_ranks, return_lse)",
+    "hybrid_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, joint, replicate_kv, sinks, scale, softcap, "
+    "alibi, bias, dropout, exchange, backend, float32_delta, check_ranks, return_lse)",
     "init_mesh": "(*, ring, ulysses, data, order, device_type)",
     "measure_traffic": "()",
     "merge": "(out_a, lse_a, out_b, lse_b)",
     "partition": "(seq, mesh, layout, *, start)",
     "positions": "(mesh, tokens, *, mask, device)",
-    "ring_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, plan, scale, exchange, backend)",
+    "RelativeBias": "(table, starts, buckets)",
+    "ring_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, plan, scale, softcap, alibi, bias, dropout, "
+    "exchange, backend, float32_delta)",
     "sequence_to_heads": "(x, mesh, *, plan)",
     "shard": "(x, mesh, tokens, *, dim, fill)",
     "unshard": "(x, mesh, tokens, *, dim)",

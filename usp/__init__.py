@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from usp.comm import measure_traffic as measure_traffic
     from usp.heads import HeadPlan as HeadPlan
     from usp.kernels import backends as backends
+    from usp.kernels.scores import RelativeBias as RelativeBias
     from usp.masks import Mask as Mask
     from usp.masks import Region as Region
     from usp.merging import merge as merge
@@ -33,6 +34,7 @@ _HOMES = {
     "Mask": "masks",
     "Partition": "partitions",
     "Region": "masks",
+    "RelativeBias": "kernels.scores",
     "Traffic": "comm",
     "backends": "kernels",
     "heads_to_sequence": "ulysses",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,13 +12,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from usp import comm, kernels
-from usp.blocks import batch_rows
+from usp.blocks import batch_rows, span_of, striped_apart
 from usp.heads import HeadPlan
+from usp.kernels.scores import RelativeBias, checked_scores
 from usp.masks import Mask
 from usp.merging import merge, per_row
 from usp.mesh import Axis, axes
 from usp.partitions import Layout, Partition
-from usp.ring import attend, check_call, check_ends
+from usp.ring import How, attend, check_call, check_ends
 from usp.sharding import checked_axes, gather
 from usp.ulysses import lse_to_sequence, to_heads, to_sequence
 
@@ -57,8 +59,13 @@ def hybrid_attention(
     replicate_kv: bool = False,
     sinks: Float[Tensor, " heads"] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi: Sequence[float] | Tensor | None = None,
+    bias: RelativeBias | None = None,
+    dropout: tuple[float, int] | None = None,
     exchange: str = "ring",
     backend: str = "auto",
+    float32_delta: bool = False,
     check_ranks: bool = True,
     return_lse: bool = False,
 ) -> Result | tuple[Result, Result]:
@@ -82,9 +89,19 @@ def hybrid_attention(
         sinks: for each query head a score that takes its part of the softmax and has no value (as in gpt-oss), the
             same on every rank. Its gradient is this rank's share.
         scale: positive factor of the scores; head_dim ** -0.5 by default.
+        softcap: scores become softcap tanh(scores / softcap), before any bias (as in Gemma 2).
+        alibi: for each query head a slope: -slope |i - j| is added to the score of the query at i and the key at j
+            (Press et al., arXiv 2108.12409). Positions are global, over documents too. Constants; a tuple is best.
+        bias: a learned bias by the distance between query and key, `RelativeBias.t5(table, ...)` for T5's.
+        dropout: (p, seed): each pair of query and key is dropped with probability p after the softmax, and the others
+            are divided by 1 - p. What is dropped depends on the seed, the batch row, the head and the two positions,
+            not on mesh, layout or backend: give each layer, step and data replica a seed of its own. lse is without.
         exchange: "ring", keys travel from rank to rank under the computation; or "all_gather", all keys are
             gathered first (for links where many small messages cost more than memory).
-        backend: one of `usp.backends()`, or "auto" for the first that can.
+        backend: one of `usp.backends()`, or "auto" for the first that can all of this (docs/support.md).
+        float32_delta: in half precision, keep also what rounding took from out (as much memory as out), for the
+            rowsum(dout out) of the backward pass: closer dq and dk where v is not centred (docs/design.md). What merges
+            joint tokens still comes from rounded results. In float32 and float64 there is nothing to keep.
         check_ranks: let the ranks agree on the call before anything is sent (16 bytes a group). Without it, calls
             that differ between ranks hang or give wrong results.
         return_lse: also return log(sum(exp(scores))), natural log, float32 (float64 for float64); of the keys alone,
@@ -99,26 +116,30 @@ def hybrid_attention(
             ranks' calls differ. The groups stay usable.
         RuntimeError: if a rank stays away until the process group's timeout; the group must then be rebuilt.
     """
-    keys, error, checked = key_tokens or tokens, None, None
+    keys, scores, error, checked = key_tokens or tokens, None, None, None
     try:
         ring, ulysses = checked_axes(mesh, tokens)
         checked_axes(mesh, keys)
-        check_call(q, k, v, mask, tokens, keys, scale, exchange, seq=tokens.seq_local, key_seq=keys.seq_local)
+        check_call(q, k, v, mask, tokens, keys, exchange, seq=tokens.seq_local, key_seq=keys.seq_local)
+        scores = checked_scores(q, scale, softcap, alibi, bias, dropout)
         beside = None if joint is None else _checked_joint(joint, q, k, v, mask, tokens, keys)
         if key_tokens is None:
             check_ends(mask, tokens, beside)
         plan = HeadPlan(q.shape[2], k.shape[2], ulysses.size, replicate_kv)
         _check_sinks(sinks, q)
-        inputs = [x for x in (q, k, v, sinks, *(joint[:3] if joint else ())) if x is not None]
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        inputs = (q, k, v, sinks, bias.table if bias else None, *(joint[:3] if joint else ()))
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None)
         through_lse = differentiated and (return_lse or joint is not None or sinks is not None)
-        checked = ring, ulysses, plan, beside, kernels.select(backend, q, v, lse_gradient=through_lse)
+        everyone = (tokens, keys) if beside is None else (tokens, keys, beside)
+        where = {"span": span_of(*everyone), "apart": striped_apart(*everyone)}
+        able = kernels.select(backend, q, v, scores, lse_gradient=through_lse, **where)
+        checked = ring, ulysses, plan, beside, scores, able
     except Exception as mistake:
         if not check_ranks or mesh is None:
             raise
         error = str(mistake) if isinstance(mistake, ValueError) else f"{type(mistake).__name__}: {mistake}"
     if check_ranks:
-        tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
+        tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "bias.table": getattr(bias, "table", bias)}
         if joint is not None:
             tensors |= {f"joint.{name}": getattr(joint, name, None) for name in "kvq"}
         named = ", ".join(tensors)
@@ -130,28 +151,31 @@ def hybrid_attention(
             "tokens": tokens,
             "key_tokens": keys,
             "mask": mask,
+            "scale, softcap, alibi, bias": scores,
+            "dropout": dropout,
             "options": {
                 "joint.start": getattr(joint, "start", None),
                 "replicate_kv": replicate_kv,
-                "scale": scale,
                 "exchange": exchange,
                 "backend": backend,
+                "float32_delta": float32_delta,
                 "return_lse": return_lse,
             },
         }
         comm.agree(axes(mesh), facts, error)
     assert checked is not None
-    ring, ulysses, plan, beside, backend = checked
+    ring, ulysses, plan, beside, scores, backend = checked
 
     q, k, v = to_heads([q, k, v], "qkk", plan, ulysses)
-    groups = plan.groups(ulysses.rank)
-    out, lse = attend(q, k, v, ring, mask, tokens, keys, groups, scale, exchange, backend)
+    table = None if bias is None else _own(bias.table, plan.queries, ulysses, dim=1)
+    how = How(plan.groups(ulysses.rank), scores.of(plan.queries[ulysses.rank]), backend, exchange, float32_delta)
+    here = partial(attend, table=table, seed=dropout[1] if dropout else 0, ring=ring, mask=mask, how=how)
+    out, lse = here(q, k, v, tokens=tokens, keys=keys)
     own_sinks = None if sinks is None else _own(sinks, plan.queries, ulysses, dim=0)
     joint_result = None
     if joint is not None:
         assert beside is not None
         joint_k, joint_v = (_own(x, plan.keys, ulysses) for x in (joint.k, joint.v))
-        here = partial(attend, ring=ring, mask=mask, groups=groups, scale=scale, exchange=exchange, backend=backend)
         to_joint = here(q, joint_k, joint_v, tokens=tokens, keys=beside, local=(ring.rank, 0))
         out, lse = merge(out, lse, *to_joint)
         if joint.q is not None:

@@ -28,7 +28,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from usp.masks import Mask, Region, Span
+from usp.masks import EVERYWHERE, Mask, Region, Span
 from usp.partitions import Layout, Partition, Run
 
 
@@ -78,20 +78,54 @@ class Piece(NamedTuple):
     run: Run
 
 
-def blocks(mask: Mask, queries: Partition, rank: int, keys: Partition, source: int, row: int = 0) -> tuple[Block, ...]:
+def blocks(
+    mask: Mask, queries: Partition, rank: int, keys: Partition, source: int, row: int = 0, reach: int | None = None
+) -> tuple[Block, ...]:
     """What ring rank `rank` computes with the keys of ring rank `source`, for one batch row.
 
-    Indices count tokens of a ring rank's share (0 to seq_ring).
+    Indices count tokens of a ring rank's share (0 to seq_ring). With a reach, the keys of a block are all at or
+    before its queries or all behind them; and its queries are at most `reach` positions apart, unless there is no
+    key between them.
 
     Raises:
         ValueError: what `batch_rows` raises.
     """
     batch_rows(mask, queries, keys)
     q_runs, k_runs = queries.runs(rank, row), keys.runs(source, row)
+    whole = mask.disjoint_regions(row)
+    regions = whole if reach is None else _cut(whole, queries.span(row), keys.span(row), reach)
     found: list[Block] = []
-    for region in mask.disjoint_regions(row):
+    for region in regions:
         found += _joined(_rectangles(region, q_runs, queries.span(row), k_runs, keys.span(row)))
     return tuple(sorted(found, key=lambda block: (block.q.start, block.k.start)))
+
+
+@lru_cache(maxsize=64)
+def _cut(regions: tuple[Region, ...], q_real: Span, k_real: Span, reach: int) -> tuple[Region, ...]:
+    return tuple(part for region in regions for part in _sides(region, q_real, k_real, reach))
+
+
+def _sides(region: Region, q_real: Span, k_real: Span, reach: int) -> Iterator[Region]:
+    """A region cut as `blocks` promises: in halves, so that what is left to cut is only what is near the diagonal."""
+    (a, b), (c, d) = _both(region.queries, q_real), _both(region.keys, k_real)
+    (nearest, furthest), (low, high) = (c - b + 1, d - 1 - a), region[2:]
+    if a >= b or c >= d or (high is not None and nearest > high) or (low is not None and furthest < low):
+        return
+    region = region._replace(queries=(a, b), keys=(c, d))
+    if d - 1 <= a or b <= c:
+        yield region
+    elif b - a <= reach:
+        yield region._replace(high=0 if region.high is None else min(region.high, 0))
+        yield region._replace(low=1 if region.low is None else max(region.low, 1))
+    else:
+        middle = (a + b) // 2
+        for q_half in ((a, middle), (middle, b)):
+            for k_half in ((EVERYWHERE[0], middle), (middle, EVERYWHERE[1])):
+                yield from _sides(region, q_half, k_half, reach)
+
+
+def _both(x: Span, y: Span) -> Span:
+    return max(x[0], y[0]), min(x[1], y[1])
 
 
 def batch_rows(mask: Mask, queries: Partition, keys: Partition) -> int:
@@ -106,8 +140,7 @@ def batch_rows(mask: Mask, queries: Partition, keys: Partition) -> int:
     several = {name: count for name, count in counts.items() if count > 1}
     if len(set(several.values())) > 1:
         raise ValueError(f"batch rows differ: {several}; each must be one for all or one a batch row")
-    striped = [tokens.layout == Layout.STRIPED and tokens.ring > 1 for tokens in (queries, keys)]
-    if striped[0] != striped[1] and mask.ordered:
+    if striped_apart(queries, keys) and mask.ordered:
         raise ValueError(
             f"queries are {queries.layout} and keys are {keys.layout} over {queries.ring} ring ranks: under a mask "
             "with an order (causal, window) striped shards meet only striped shards; use one layout for both"
@@ -121,6 +154,17 @@ def batch_rows(mask: Mask, queries: Partition, keys: Partition) -> int:
             "the last tokens), or cut the keys that no query sees"
         )
     return rows
+
+
+def striped_apart(*partitions: Partition) -> bool:
+    """Whether some are striped over several ranks and others are not: such tokens meet only without an order."""
+    return len({tokens.layout == Layout.STRIPED and tokens.ring > 1 for tokens in partitions}) > 1
+
+
+def span_of(*partitions: Partition) -> int:
+    """How many positions there are from the first token to the last."""
+    spans = [tokens.span(row) for tokens in partitions for row in range(len(tokens.starts))]
+    return max([end for _, end in spans]) - min([first for first, _ in spans])
 
 
 Columns = tuple[range, ...]  # of a source's keys: not empty, increasing, apart from each other

@@ -17,11 +17,11 @@ No gradient of a parameter is reduced here: each rank gets its share, and the lo
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -41,9 +41,12 @@ from usp.blocks import (
     needed,
     ring_order,
     schedule,
+    span_of,
     steps,
+    striped_apart,
 )
 from usp.heads import Group, HeadPlan
+from usp.kernels.scores import RelativeBias, Scores, Terms, checked_scores
 from usp.masks import Mask
 from usp.merging import accumulate, accumulator_dtype
 from usp.mesh import ALONE, Axis
@@ -51,6 +54,16 @@ from usp.partitions import Partition
 from usp.sharding import checked_axes
 
 EXCHANGES = ("ring", "all_gather")
+
+
+class How(NamedTuple):
+    """What all ring passes of a call have in common and is not a tensor. Heads are those of this rank."""
+
+    groups: tuple[Group, ...]
+    scores: Scores
+    backend: str
+    exchange: str
+    float32_delta: bool
 
 
 @dataclass(frozen=True)
@@ -64,10 +77,8 @@ class Pass:
     queries: Partition
     keys: Partition
     ring: Axis
-    groups: tuple[Group, ...]
-    scale: float
-    backend: str
-    exchange: str
+    how: How
+    reach: int | None = None
     local: tuple[int, int] | None = None
 
     @cached_property
@@ -98,28 +109,56 @@ class Pass:
     @cached_property
     def columns(self) -> tuple[Columns, ...]:
         """By source: which of its keys the other ranks get."""
-        if self.exchange == "all_gather":
+        if self.how.exchange == "all_gather":
             return ((range(self.keys.seq_ring),),) * self.ring.size
         if self.local:
             return ((),) * self.keys.ring
         return carried(self.need)
 
     @cached_property
-    def work(self) -> dict[int, tuple[tuple[slice, Block], ...]]:
-        """By source: the batch rows and the blocks to compute with its keys, as they are at home or in its message."""
+    def work(self) -> dict[int, tuple[Work, ...]]:
+        """By source: what is to be computed with its keys."""
         rows = batch_rows(self.mask, self.queries, self.keys)
         return {
             source: tuple(
-                (
+                Work(
                     slice(None) if rows == 1 else slice(row, row + 1),
                     block if source == self.home else in_message(block, self.columns[source]),
+                    row,
+                    source,
+                    block.k,
                 )
                 for row in range(rows)
-                for block in blocks(self.mask, self.queries, self.rank, self.keys, source, row)
+                for block in blocks(self.mask, self.queries, self.rank, self.keys, source, row, self.reach)
             )
             for source in (step.source for step in self.steps)
             if source is not None
         }
+
+    def terms(self, work: Work, heads: slice, table: Tensor | None, seed: int) -> Terms:
+        """Of the scores of one kernel call."""
+        i = j = None
+        if self.how.scores.by_position:
+            i = _positions(self.queries, self.rank, work.row)[work.block.q.start : work.block.q.stop]
+            j = _positions(self.keys, work.source, work.row)[work.columns.start : work.columns.stop]
+        return self.how.scores.at(heads, work.row, i, j, table, seed)
+
+
+class Work(NamedTuple):
+    """One block: for these batch rows, with keys as they are at home or in a message."""
+
+    rows: slice
+    block: Block
+    row: int  # the first batch row
+    source: int  # whose keys
+    columns: range  # these, as they are at home
+
+
+@lru_cache(maxsize=8)  # a pass asks for its own and one source's, block by block
+def _positions(tokens: Partition, rank: int, row: int) -> Tensor:
+    """Global positions of a ring rank's tokens, on the CPU."""
+    parts = [torch.arange(run.count, device="cpu") * run.step + run.start for run in tokens.runs(rank, row)]
+    return torch.cat(parts)
 
 
 _handles = itertools.count()
@@ -137,16 +176,14 @@ def _handle(
     mask: Mask,
     queries: Partition,
     keys: Partition,
-    size: int,
-    rank: int,
-    group: str,
-    groups: tuple[Group, ...],
-    scale: float,
-    backend: str,
-    exchange: str,
+    ring: tuple,
+    how: tuple,
+    scores: tuple,
+    reach: int | None,
     local: tuple[int, int] | None,
 ) -> int:
-    plan = interned(Pass(mask, queries, keys, Axis(size, rank, group), groups, scale, backend, exchange, local))
+    # Plain tuples, since those with names would come from a traced call without them.
+    plan = interned(Pass(mask, queries, keys, Axis(*ring), How(*how)._replace(scores=Scores(*scores)), reach, local))
     if torch.compiler.is_compiling():
         _traced.add(plan)  # its number is in the graph for good
     return plan.handle
@@ -169,13 +206,19 @@ def ring_attention(
     key_tokens: Partition | None = None,
     plan: HeadPlan | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi: Sequence[float] | Tensor | None = None,
+    bias: RelativeBias | None = None,
+    dropout: tuple[float, int] | None = None,
     exchange: str = "ring",
     backend: str = "auto",
+    float32_delta: bool = False,
 ) -> tuple[Float[Tensor, "batch seq_ring heads head_dim_v"], Float[Tensor, "batch heads seq_ring"]]:
     """Attention of a ring rank's queries to all keys, over the "ring" axis of the mesh alone.
 
     A piece of `hybrid_attention`, which see; its inputs are what `sequence_to_heads` returns. Ranks are not
-    checked against each other here. With a plan, heads are those of this Ulysses rank in it.
+    checked against each other here. With a plan, heads are those of this Ulysses rank in it; slopes and the columns of
+    a bias are those of q's heads.
 
     Returns:
         out in q's dtype and lse, the natural log in float32 (float64 for float64); both differentiable.
@@ -185,7 +228,8 @@ def ring_attention(
     """
     (ring, ulysses), keys = checked_axes(mesh, tokens), key_tokens or tokens
     checked_axes(mesh, keys)
-    check_call(q, k, v, mask, tokens, keys, scale, exchange, seq=tokens.seq_ring, key_seq=keys.seq_ring)
+    check_call(q, k, v, mask, tokens, keys, exchange, seq=tokens.seq_ring, key_seq=keys.seq_ring)
+    scores = checked_scores(q, scale, softcap, alibi, bias, dropout)
     if key_tokens is None:
         check_ends(mask, tokens)
     groups = (plan or HeadPlan(q.shape[2], k.shape[2])).groups(ulysses.rank if plan else 0)
@@ -194,31 +238,36 @@ def ring_attention(
             f"q has {q.shape[2]} heads and k {k.shape[2]}, but Ulysses rank {ulysses.rank} of {plan} has "
             f"{groups[-1].queries.stop} and {groups[-1].keys.stop}"
         )
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    backend = kernels.select(backend, q, v, lse_gradient=differentiated)
-    return attend(q, k, v, ring, mask, tokens, keys, groups, scale, exchange, backend)
+    first = plan.queries[ulysses.rank].start if plan else ulysses.rank * q.shape[2]
+    table, seed = bias.table if bias else None, dropout[1] if dropout else 0
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, table) if x is not None)
+    where = {"span": span_of(tokens, keys), "apart": striped_apart(tokens, keys)}
+    backend = kernels.select(backend, q, v, scores, lse_gradient=differentiated, **where)
+    how = How(groups, scores._replace(first_head=first), backend, exchange, float32_delta)
+    return attend(q, k, v, table, seed, ring, mask, tokens, keys, how)
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    table: Tensor | None,
+    seed: int,
     ring: Axis,
     mask: Mask,
     tokens: Partition,
     keys: Partition,
-    groups: tuple[Group, ...],
-    scale: float | None,
-    exchange: str,
-    backend: str,
+    how: How,
     local: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`ring_attention` of checked arguments. With `local`, of one rank's queries to one rank's keys, both here."""
-    factor: float = q.shape[3] ** -0.5 if scale is None else scale
     ring = ALONE if local else ring
-    exchange = exchange if ring.size > 1 else "ring"
-    handle = _handle(mask, tokens, keys, ring.size, ring.rank, ring.group, groups, factor, backend, exchange, local)
-    return torch.ops.usp.ring_forward(q, k, v, handle)
+    if ring.size == 1 and how.exchange != "ring":
+        how = how._replace(exchange="ring")
+    reach = kernels.reach(how.backend, q.dtype, how.scores)
+    handle = _handle(mask, tokens, keys, tuple(ring), tuple(how), tuple(how.scores), reach, local)
+    out, lse, _ = torch.ops.usp.ring_forward(q, k, v, table, seed, handle)
+    return out, lse
 
 
 def check_call(
@@ -228,7 +277,6 @@ def check_call(
     mask: Mask,
     tokens: Partition,
     keys: Partition,
-    scale: float | None,
     exchange: str,
     *,
     seq: int,
@@ -262,8 +310,6 @@ def check_call(
     rows = batch_rows(mask, tokens, keys)
     if rows not in (1, q.shape[0]):
         raise ValueError(f"the mask or a start tells {rows} batch rows apart, but the batch is {q.shape[0]}")
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale} is not a positive finite number")
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r} is not one of {EXCHANGES}")
 
@@ -288,32 +334,42 @@ def check_ends(mask: Mask, tokens: Partition, beside: Partition | None = None) -
 check_ends._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  # as _handle: not traced
 
 
-torch.library.define("usp::ring_forward", "(Tensor q, Tensor k, Tensor v, int handle) -> (Tensor, Tensor)")
+# `rest` is what rounding took from out, or empty; `dtable` is empty if there is no table.
+torch.library.define(
+    "usp::ring_forward",
+    "(Tensor q, Tensor k, Tensor v, Tensor? table, SymInt seed, int handle) -> (Tensor out, Tensor lse, Tensor rest)",
+)
 torch.library.define(
     "usp::ring_backward",
-    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int handle)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? table, Tensor out, Tensor lse, Tensor rest,"
+    " SymInt seed, int handle) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dtable)",
 )
 
 
 @torch.library.impl("usp::ring_forward", "CompositeExplicitAutograd")
-def _ring_forward(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+def _ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, seed: int, handle: int
+) -> tuple[Tensor, Tensor, Tensor]:
     plan = _by_handle[handle]
     wide = accumulator_dtype(q.dtype)
     batch, seq, heads, _ = q.shape
+    keeps_rest = plan.how.float32_delta and q.dtype != wide
     out = q.new_zeros((batch, seq, heads, v.shape[3]), dtype=wide)
     lse = q.new_full((batch, heads, seq), -torch.inf, dtype=wide)
     with torch.autocast(q.device.type, enabled=False):
         for step, k_block, v_block in _arrivals(plan, k, v):
-            for rows, block in () if step.source is None else plan.work[step.source]:
+            for work in () if step.source is None else plan.work[step.source]:
+                rows, block = work.rows, work.block
                 seen = slice(block.q.start, block.q.stop)
-                for heads, kv_heads in _slices(plan.groups):
+                for heads, kv_heads in _slices(plan.how.groups):
                     part = kernels.forward(
-                        *(plan.backend, q[rows, :, heads], k_block[rows, :, kv_heads], v_block[rows, :, kv_heads]),
-                        *(block, plan.scale),
+                        *(plan.how.backend, q[rows, :, heads], k_block[rows, :, kv_heads], v_block[rows, :, kv_heads]),
+                        *(block, plan.terms(work, heads, table, seed)),
+                        centred=keeps_rest,
                     )
                     accumulate(out[rows, seen, heads], lse[rows, heads, seen], *part)
-    return out.to(q.dtype), lse
+    rounded = out.to(q.dtype)
+    return rounded, lse, (out - rounded).to(q.dtype) if keeps_rest else q.new_empty(0)
 
 
 @torch.library.impl("usp::ring_backward", "CompositeExplicitAutograd")
@@ -323,33 +379,42 @@ def _ring_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    table: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    rest: Tensor,
+    seed: int,
     handle: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = _by_handle[handle]
+    wide = accumulator_dtype(q.dtype)
     dout = torch.zeros_like(out) if dout is None else dout
-    dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
-    gradients = (_GatheredGradients if plan.exchange == "all_gather" else _RingGradients)(plan, k, v)
+    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+    dtable = q.new_empty(0) if table is None else torch.zeros(table.shape, dtype=torch.float64, device=q.device)
+    gradients = (_GatheredGradients if plan.how.exchange == "all_gather" else _RingGradients)(plan, k, v)
     with torch.autocast(q.device.type, enabled=False):
         for step, k_block, v_block in _arrivals(plan, k, v):
             gradients.start(step)
-            for rows, block in () if step.source is None else plan.work[step.source]:
+            for work in () if step.source is None else plan.work[step.source]:
+                rows, block = work.rows, work.block
                 seen, keys = slice(block.q.start, block.q.stop), slice(block.k.start, block.k.stop)
-                for heads, kv_heads in _slices(plan.groups):
-                    dq_part, dk_part, dv_part = kernels.backward(
-                        *(plan.backend, dout[rows, :, heads], q[rows, :, heads]),
+                for heads, kv_heads in _slices(plan.how.groups):
+                    dq_part, dk_part, dv_part, dtable_part = kernels.backward(
+                        *(plan.how.backend, dout[rows, :, heads], q[rows, :, heads]),
                         *(k_block[rows, :, kv_heads], v_block[rows, :, kv_heads]),
                         *(out[rows, :, heads], lse[rows, heads], None if dlse is None else dlse[rows, heads]),
-                        *(block, plan.scale),
+                        *(block, plan.terms(work, heads, table, seed)),
+                        rest=rest[rows, :, heads] if rest.numel() else None,
                     )
                     dk, dv = gradients.of(step)  # asked for after a kernel, under which it came
                     dq[rows, seen, heads] += dq_part
                     dk[rows, keys, kv_heads] += dk_part
                     dv[rows, keys, kv_heads] += dv_part
+                    if dtable_part is not None:
+                        dtable[:, heads] += dtable_part
             gradients.wait(step)
     dk, dv = gradients.home
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dtable if table is None else dtable.to(table.dtype)
 
 
 def _slices(groups: tuple[Group, ...]) -> list[tuple[slice, slice]]:
@@ -357,29 +422,33 @@ def _slices(groups: tuple[Group, ...]) -> list[tuple[slice, slice]]:
 
 
 @torch.library.register_fake("usp::ring_forward")
-def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, table, seed, handle: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, seq, heads, _ = q.shape
-    lse = q.new_empty((batch, heads, seq), dtype=accumulator_dtype(q.dtype))
-    return q.new_empty((batch, seq, heads, v.shape[3])), lse
+    wide = accumulator_dtype(q.dtype)
+    out, lse = q.new_empty((batch, seq, heads, v.shape[3])), q.new_empty((batch, heads, seq), dtype=wide)
+    keeps_rest = _by_handle[handle].how.float32_delta and q.dtype != wide
+    return out, lse, q.new_empty(out.shape if keeps_rest else 0)
 
 
 @torch.library.register_fake("usp::ring_backward")
-def _(dout, dlse, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(dout, dlse, q: Tensor, k: Tensor, v: Tensor, table, out, lse, rest, seed, handle: int):
+    dtable = q.new_empty(0) if table is None else table.new_empty(table.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dtable
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, ctx.handle = inputs
+    q, k, v, table, ctx.seed, ctx.handle = inputs
     ctx.plan = _by_handle[ctx.handle]  # keeps it alive
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(q, k, v, table, *output)
 
 
-def _gradient(ctx, dout: Tensor | None, dlse: Tensor | None):
-    q, k, v, out, lse = ctx.saved_tensors
-    grads = torch.ops.usp.ring_backward(dout, dlse, q, k, v, out, lse, ctx.handle)
+def _gradient(ctx, dout: Tensor | None, dlse: Tensor | None, _):
+    q, k, v, table, *saved = ctx.saved_tensors
+    *grads, dtable = torch.ops.usp.ring_backward(dout, dlse, q, k, v, table, *saved, ctx.seed, ctx.handle)
     assert all(grad.shape == x.shape for grad, x in zip(grads, (q, k, v), strict=True))
-    return *grads, None
+    return *grads, None if table is None else dtable, None, None
 
 
 def _no_second_gradient(ctx, *grads):
@@ -397,7 +466,7 @@ torch.library.register_autograd("usp::ring_backward", _no_second_gradient)
 def _arrivals(plan: Pass, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
     """Step by step, the keys and values to compute with; the next ones travel meanwhile."""
     home = plan.home
-    if plan.exchange == "all_gather":
+    if plan.how.exchange == "all_gather":
         message = k.new_empty(k.numel() + v.numel())
         _pack(k, v, plan.columns[home], message)
         everyone = comm.all_gather(message, plan.ring.group, "all_gather")

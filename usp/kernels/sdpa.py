@@ -4,6 +4,19 @@ The CPU op knows full and top-left causal blocks. An edge block is a causal one 
 reverse order; a band is done in tiles of rows with one additive mask that all tiles share. The CUDA op
 has windows relative to the bottom right corner; a trimmed block always fits one (Note [Blocks]: the far
 edge leaves columns - rows - low >= 0 and the near edge high - (columns - rows) >= 0).
+
+Note [ALiBi columns]
+~~~~~~~~~~~~~~~~~~~~
+The ops know no bias, but scale (q k) may hold one. All keys of a block lie before their queries or all after
+(`blocks` with a reach), so with the position b of the block's last key, or of its first, respectively,
+
+    -slope |i - j| = -slope |j - b| -+ slope (i - b)
+
+The second part is the same for a whole row and goes into lse. The first is a few more columns of q and k:
+-slope / scale, in half precision cut into two numbers that the dtype holds, times the digits of |j - b| in the
+largest base whose digits the dtype holds exactly. A 16-bit additive mask would round the whole bias instead:
+70 % error at a distance of 3,000. What is lost is the rounding of a sum as large as slope |j - b|, which counts
+where a key is near its query and far from b; so blocks are cut until slope |i - b| is at most REACH there.
 """
 
 from __future__ import annotations
@@ -13,14 +26,18 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from usp.kernels.tiled import ROWS, hidden, tiles
+from usp.kernels.scores import Terms
+from usp.kernels.tiled import hidden, tiles
 from usp.merging import accumulator_dtype
 
+ROWS = 256  # of a band's tile
+REACH = {torch.float64: 512.0, torch.float32: 32.0, torch.bfloat16: 8192.0, torch.float16: 8192.0}  # see the note
 _CUDA_MULTIPLE = 8  # its head dims are multiples of this
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, low: int | None, high: int | None, scale: float) -> tuple[Tensor, Tensor]:
-    head_dim_v = v.shape[3]
+def forward(q: Tensor, k: Tensor, v: Tensor, low: int | None, high: int | None, terms: Terms) -> tuple[Tensor, Tensor]:
+    head_dim_v, scale = v.shape[3], terms.scale
+    q, k, shift = _with_alibi(q, k, low, terms)
     width = _width(q, v, 0)
     q, k, v = (_widen(x, width) for x in (q, k, v))
     if q.is_cuda:
@@ -33,10 +50,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, low: int | None, high: int | None, 
         band = _Band(q, low, high)
         parts = [
             _cpu_forward(q[:, rows], k[:, columns], v[:, columns], False, band.mask(rows, columns), scale)
-            for rows, columns in tiles(q.shape[1], k.shape[1], low, high)
+            for rows, columns in tiles(q.shape[1], k.shape[1], low, high, ROWS)
         ]
         out, lse = torch.cat([x[0] for x in parts], dim=1), torch.cat([x[1] for x in parts], dim=2)
-    return out.narrow(3, 0, head_dim_v), lse
+    return out.narrow(3, 0, head_dim_v), lse if shift is None else lse + shift
 
 
 def backward(
@@ -49,9 +66,11 @@ def backward(
     dlse: Tensor | None,
     low: int | None,
     high: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    head_dim, head_dim_v = q.shape[3], v.shape[3]
+    terms: Terms,
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    head_dim, head_dim_v, scale = q.shape[3], v.shape[3], terms.scale
+    q, k, shift = _with_alibi(q, k, low, terms)
+    lse = lse if shift is None else lse - shift
     if dlse is None:
         width = _width(q, v, 0)
     else:
@@ -75,19 +94,54 @@ def backward(
         band = _Band(q, low, high)
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=accumulator_dtype(x.dtype)) for x in (k, v))
-        for rows, columns in tiles(q.shape[1], k.shape[1], low, high):
+        for rows, columns in tiles(q.shape[1], k.shape[1], low, high, ROWS):
             dq[:, rows], dk_tile, dv_tile = _cpu_backward(
                 *(dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows]),
                 *(False, band.mask(rows, columns), scale),
             )
             dk[:, columns] += dk_tile
             dv[:, columns] += dv_tile
-    return dq.narrow(3, 0, head_dim), dk.narrow(3, 0, head_dim), dv.narrow(3, 0, head_dim_v)
+    return dq.narrow(3, 0, head_dim), dk.narrow(3, 0, head_dim), dv.narrow(3, 0, head_dim_v), None
 
 
 def lse_columns(dtype: torch.dtype) -> int:
     """How many head-dim columns a gradient through lse takes."""
     return 2 if dtype.itemsize == 2 else 1
+
+
+def alibi_columns(dtype: torch.dtype, span: int) -> int:
+    """How many head-dim columns ALiBi takes at most, where positions are less than `span` apart."""
+    digits = 1
+    while int(2 / torch.finfo(dtype).eps) ** digits < span:
+        digits += 1
+    return digits * (2 if dtype.itemsize == 2 else 1)
+
+
+def _with_alibi(q: Tensor, k: Tensor, low: int | None, terms: Terms) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q and k with more columns, and what is to be added to lse, (heads, rows); see Note [ALiBi columns]."""
+    if terms.slopes is None:
+        return q, k, None
+    assert terms.i is not None
+    assert terms.j is not None
+    before = bool(terms.j[max(0, low or 0)] <= terms.i[0])  # of a key that the first query sees
+    base, side = (terms.j[-1], 1) if before else (terms.j[0], -1)
+    slopes = torch.tensor(terms.slopes, dtype=torch.float64) / -terms.scale
+    parts = [slopes.to(q.dtype).double()]
+    if q.dtype.itemsize == 2:
+        parts.append((slopes - parts[0]).to(q.dtype).double())
+    largest, rest = int(2 / torch.finfo(q.dtype).eps), (terms.j - base).abs()
+    digits, factors = [rest % largest], [1]
+    while int((rest := rest // largest).max()):
+        digits.append(rest % largest)
+        factors.append(factors[-1] * largest)
+    q_columns = torch.stack([part * factor for part in parts for factor in factors], dim=1).to(q.device, q.dtype)
+    k_columns = torch.stack(digits * len(parts), dim=1).to(k.device, k.dtype)
+    shift = terms.scale * torch.stack(parts).sum(0)[:, None] * (terms.i - base) * side
+    return (
+        torch.cat([q, q_columns.expand(*q.shape[:3], -1)], dim=3),
+        torch.cat([k, k_columns[:, None].expand(*k.shape[:3], -1)], dim=3),
+        shift.to(q.device, accumulator_dtype(q.dtype)),
+    )
 
 
 def _width(q: Tensor, v: Tensor, more: int) -> int:
