@@ -220,7 +220,7 @@ DISAGREEMENTS = {
     "scale": ({"scale": 0.5}, ["scale", "0.5"]),
     "layout": ({"tokens": usp.Partition(48, "striped", 2, 2)}, ["tokens", "layout='striped'", "layout='zigzag'"]),
     "dtype": ({"dtype": torch.float32}, ["dtypes", "torch.float32"]),
-    "requires_grad": ({"requires_grad": True}, ["requires_grad", "[True, False, False, None]"]),
+    "requires_grad": ({"requires_grad": True}, ["requires_grad", "[True, False, False, None, None]"]),
     "exchange": ({"exchange": "all_gather"}, ["exchange", "all_gather"]),
     "batch": (
         {x: torch.zeros(2, 12, h, 8, dtype=torch.float64) for x, h in (("q", 4), ("k", 2), ("v", 2))},
@@ -241,7 +241,7 @@ ERRORS = {
     "backend": ({"backend": "flush"}, "backend='flush' is not one of ['auto', 'sdpa', 'tiled']"),
     "exchange": ({"exchange": "rung"}, "exchange='rung' is not one of"),
     "scale": ({"scale": float("nan")}, "scale=nan"),
-    "negative scale": ({"scale": -0.5}, "scale=-0.5 is not a positive"),
+    "negative scale": ({"scale": -0.5}, "scale=-0.5 is not a number from 1e-30"),
     "no mask": ({"mask": None}, "mask is a NoneType and not a usp.Mask"),
     "dense mask": ({"mask": torch.ones(48, 48, dtype=torch.bool)}, "mask is a Tensor and not a usp.Mask"),
     "length": ({"q": torch.zeros(1, 9, 4, 8, dtype=torch.float64)}, "q hold 9 tokens"),

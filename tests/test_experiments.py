@@ -547,7 +547,7 @@ def test_the_device_check_goes_through_on_a_cpu_without_hydra(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     (record,) = records(tmp_path)
     assert record["status"] == "ok"
-    assert len(record["conformance"]) == 21
+    assert len(record["conformance"]) == 27
     assert all(set(line["errors"]) == {"out", "lse", "dq", "dk", "dv"} for line in record["conformance"])
     assert {line["size"] for line in record["rates"]} == {64, 128}
     assert all(rate > 0 for line in record["rates"] for rate in line["flop_per_s"].values())

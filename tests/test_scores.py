@@ -57,10 +57,10 @@ def test_every_option_on_every_mesh_and_layout(ranks, option, ring, ulysses, dty
                 options=(("backend", name),),
                 **OPTIONS[option],
             )
-            for layout in LAYOUTS
-            for mask in MASKS
+            for a, layout in enumerate(LAYOUTS)
+            for b, mask in enumerate(MASKS)
             for name, backend in usp.backends().items()
-            if option in backend.options
+            if option in backend.options and (dtype == torch.float64 or (a + b) % 2 == 0)
         ],
     )
 

@@ -107,8 +107,8 @@ def select(
         slow = [x for x in able if q.device.type == "cpu" and _is_slow(_TABLE[x], q.dtype, scores)]
         return [*(x for x in able if x not in slow), *slow][0]
     if name not in able:
-        why = "; ".join(f"{x}: {refusal}" for x, refusal in refusals.items()) if name == "auto" else refusals[name]
-        raise ValueError(f"backend={name!r} cannot do {why}; backends that can: {able}")
+        reasons = set(refusals.values()) if name == "auto" else {refusals[name]}
+        raise ValueError(f"backend={name!r} cannot do {'; nor '.join(sorted(reasons))}; backends that can: {able}")
     return name
 
 
