@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from analysis import compare, published
+from usp import Partition
 
 LAYOUTS = {"contiguous": (":", "s"), "zigzag": ("-", "o"), "striped": ("--", "^"), "balanced": ("-.", "D")}
 MESHES = plt.get_cmap("viridis")
@@ -126,6 +127,37 @@ def heatmap(records: list[dict], path: Path, columns: int = 5) -> Path:
     return _save(figure, records, "Hybrid attention, speed relative to the best mesh and layout (outlined)", path, 0)
 
 
+def owners(owned: dict[str, dict[str, Partition]], work: dict[str, list[int]], path: Path, columns: int = 2) -> Path:
+    """Who owns what: for each mask the keys that each query sees, and below a bar a layout, coloured by ring rank."""
+    rows = -(-len(owned) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, 1.9 * rows), squeeze=False)
+    for panel in grid.flat[len(owned) :]:
+        panel.remove()
+    for panel, (name, layouts) in zip(grid.flat, owned.items(), strict=False):
+        seq, ring = next((x.seq, x.ring) for x in layouts.values())
+        colours = plt.get_cmap("turbo", ring)
+        step = max(1, seq // 1000)
+        panel.fill_between(range(0, seq, step), 0, [x / max(work[name]) for x in work[name][::step]], color="0.6", lw=0)
+        for n, (layout, tokens) in enumerate(layouts.items()):
+            row = [0] * tokens.padded
+            for rank in range(ring):
+                for start, stride, count in tokens.runs(rank):
+                    row[start : start + stride * count : stride] = [rank] * count
+            bottom = -0.4 - 0.5 * n
+            place = (0, tokens.padded, bottom, bottom + 0.4)
+            panel.imshow([row], cmap=colours, aspect="auto", extent=place, vmin=0, vmax=ring - 1)
+            panel.text(-0.01 * seq, bottom + 0.2, layout, ha="right", va="center", fontsize=6)
+        panel.set_xlim(0, seq)
+        panel.set_ylim(-0.45 - 0.5 * (len(layouts) - 1), 1.05)
+        panel.set_yticks([])
+        panel.set_xticks([0, seq], ["0", f"{seq:,}"], fontsize=6)
+        panel.set_title(name, fontsize=7)
+        panel.spines[:].set_visible(False)
+    figure.suptitle(f"Who owns what: {ring} ring ranks by colour; grey: how many keys a query sees", fontsize=8)
+    figure.tight_layout()
+    return _written(figure, path)
+
+
 def _missing(status: str) -> str:
     return "" if status == "ok" else status
 
@@ -159,13 +191,17 @@ def _cells(panel: Axes, points: list[tuple[dict, float | None, str]]) -> None:
 
 
 def _save(figure: Figure, records: list[dict], title: str, path: Path, legend: float = 0.09) -> Path:
-    """Whole or not at all."""
     machine, versions = records[0]["machine"], records[0]["versions"]
     good = [record for record in records if record["status"] == "ok"]
     device = good[0]["summary"]["device"] if good else "cpu"
     where = f"{machine['cores']} cores of {machine['cpu']}" if device == "cpu" else device
     figure.suptitle(f"{title}\n{where}, torch {versions['torch']}, {_clock(records)} time", fontsize=8)
     figure.tight_layout(rect=(0, legend, 1, 1))
+    return _written(figure, path)
+
+
+def _written(figure: Figure, path: Path) -> Path:
+    """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.stem}.{os.getpid()}.part")
     figure.savefig(part, dpi=130, format="png")

@@ -19,8 +19,10 @@ import torch
 
 import usp
 from experiments import ranks
+from usp.balance import balanced
 from usp.blocks import carried, needed, ring_order, schedule
 
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 HEADS, HEAD_DIM, WIDE_BYTES = 1, 8, 4  # float32 all the way: gradients travel in float32
 
 
@@ -62,10 +64,10 @@ def table(seq: int, ring: int, timeout_s: float = 600.0) -> list[Line]:
     config = {"seq": seq, "ring": ring, "device": "cpu"}
     counted = ranks.launch(count, config, ring, timeout_s)
     dense = predicted(usp.Mask(causal=False), usp.Partition(seq, "contiguous", ring))
-    for layout in ("contiguous", "zigzag", "striped"):
+    for layout in LAYOUTS:
         for name, mask in masks(seq).items():
             sent = sum(rank[f"{layout} {name}"] for rank in counted)
-            lines.append(Line(name, layout, sent, predicted(mask, usp.Partition(seq, layout, ring)), dense))
+            lines.append(Line(name, layout, sent, predicted(mask, partition(seq, ring, layout, mask)), dense))
     return lines
 
 
@@ -73,14 +75,19 @@ def count(config: dict) -> dict[str, int]:
     """On a rank: what it sends under every mask and layout, forward and backward."""
     mesh = usp.init_mesh(ring=config["ring"], ulysses=1, device_type="cpu")
     found = {}
-    for layout in ("contiguous", "zigzag", "striped"):
-        tokens = usp.partition(config["seq"], mesh, layout)
-        q, k, v = (torch.randn(1, tokens.seq_local, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
+    for layout in LAYOUTS:
         for name, mask in masks(config["seq"]).items():
+            tokens = partition(config["seq"], config["ring"], layout, mask)
+            q, k, v = (torch.randn(1, tokens.seq_local, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
             with usp.measure_traffic() as traffic:
                 usp.hybrid_attention(q, k, v, mesh, tokens, mask=mask).sum().backward()
             found[f"{layout} {name}"] = traffic.payload_bytes
     return found
+
+
+def partition(seq: int, ring: int, layout: str, mask: usp.Mask) -> usp.Partition:
+    """`usp.partition`, also for a ring that is not there."""
+    return balanced(mask, seq, ring, 1) if layout == "balanced" else usp.Partition(seq, layout, ring)
 
 
 def predicted(mask: usp.Mask, tokens: usp.Partition) -> int:

@@ -78,7 +78,7 @@ def outcome(ranks, row: dict) -> str:
     if "refused" in shown[0]:
         otherwise = f"with {row['without']}" if "without" in row else "sharded by the library"
         text = f"refused: {shown[0]['refused']}" + (f"; {otherwise}: {text}" if worst else "")
-    return f"waits for {row['later']}; {text}" if "later" in row else text
+    return text
 
 
 def variants(row: dict) -> list[dict]:
@@ -246,7 +246,7 @@ def attention(row: dict) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
     if "refused" in row:
         found["refused"] = refused(row)
-    if "later" in row or "dense_mask" in row or "v_dtype" in row:
+    if "dense_mask" in row or "v_dtype" in row:
         return found
     call = Call(row, *beside(row))
     results = call.run()
@@ -951,15 +951,19 @@ def compiled(ranks, row: dict) -> str:
 
 
 def balance(ranks, row: dict) -> str:
-    """What zigzag gives, until there is a layout that is made for the mask."""
-    with pytest.raises(ValueError) as caught:
-        usp.partition(row["seq"], None, "balanced")
-    assert all(name in str(caught.value) for name in row["refused"])
-    tokens, mask = Partition(row["seq"], "zigzag", *row["mesh"]), mask_of(row)
+    """The layout that is made for the mask: equal work, and the attention is right."""
+    (row,) = variants(row)
+    for work in on_ranks(ranks(row["mesh"][0]), balanced_work, row):
+        assert work == row["expect"]
+    return f"work {row['expect']}, equal to float64"
+
+
+def balanced_work(row: dict) -> list[int]:
+    call = Call(row | {"layout": "contiguous"})
+    tokens = call.tokens = usp.partition(row["seq"], call.mesh, "balanced", mask=call.mask)
+    compared(row, call.run(), call.expected())
     shares = range(row["mesh"][0])
-    work = [sum(block.pairs for s in shares for block in blocks(mask, tokens, r, tokens, s)) for r in shares]
-    assert sum(work) == sum(row["expect"])
-    return f"waits for {row['later']} (then {row['expect']}; zigzag {work}); refused: {caught.value}"
+    return [sum(block.pairs for s in shares for block in blocks(call.mask, tokens, r, tokens, s)) for r in shares]
 
 
 OPERATIONS: dict[str, Callable] = {

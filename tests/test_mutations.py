@@ -19,7 +19,20 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TESTS = ("blocks", "merging", "kernels", "sharding", "cases", "comm", "heads", "scores", "fuzz", "hybrid", "project")
+TESTS = (
+    "blocks",
+    "merging",
+    "kernels",
+    "sharding",
+    "cases",
+    "comm",
+    "heads",
+    "scores",
+    "balance",
+    "fuzz",
+    "hybrid",
+    "project",
+)
 LIMIT_S = 600.0
 
 
@@ -207,6 +220,20 @@ MUTATIONS = (
         "first_q, first_k = q, k\n",
         "first_q, first_k = q, 0\n",
         "heads",
+    ),
+    Mutation(
+        "no exchange of blocks",
+        "balance.py",
+        "busiest] > assignment.limit",
+        "busiest] > 9 * assignment.limit",
+        "balance",
+    ),
+    Mutation(
+        "a key too few in what a block sees",
+        "balance.py",
+        "min(d - 1, y - 1 + high)",
+        "min(d - 1, y - 2 + high)",
+        "balance",
     ),
     Mutation("the sign of a sink", "attention.py", "torch.sigmoid(lse - sinks", "torch.sigmoid(lse + sinks", "heads"),
     Mutation(

@@ -16,7 +16,7 @@ import pytest
 import usp
 
 ROOT = Path(__file__).parent.parent
-PURE = {"masks", "partitions", "blocks", "heads"}
+PURE = {"masks", "partitions", "blocks", "heads", "balance"}
 LAYERS = [PURE, {"mesh", "merging"}, {"comm"}, {"kernels"}, {"sharding", "ulysses", "ring"}, {"attention"}, {"nn"}]
 HOMES = {
     "flash_attn": "kernels",
@@ -43,7 +43,7 @@ PUBLIC = {
     "init_mesh": "(*, ring, ulysses, data, order, device_type)",
     "measure_traffic": "()",
     "merge": "(out_a, lse_a, out_b, lse_b)",
-    "partition": "(seq, mesh, layout, *, start)",
+    "partition": "(seq, mesh, layout, *, mask, start)",
     "positions": "(mesh, tokens, *, mask, device)",
     "RelativeBias": "(table, starts, buckets)",
     "ring_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, plan, scale, softcap, alibi, bias, dropout, "

@@ -13,7 +13,8 @@ U Ulysses ranks. What a rank holds is always kept in increasing global position,
     balanced      as `owners` says, one ring rank a block           step 1
 
 Contiguous suits windows and masks without order; zigzag and striped give every rank the same causal
-work. Everything that depends on a layout (sharding, masks, traffic, pictures) reads its runs.
+work; balanced suits the mask for which `usp.partition` found the owners (Note [Balance]). Everything that
+depends on a layout (sharding, masks, traffic, pictures) reads its runs.
 """
 
 from __future__ import annotations

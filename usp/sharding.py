@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from usp import comm
+from usp.balance import balanced
 from usp.blocks import batch_rows
 from usp.masks import Mask
 from usp.mesh import Axis, axes
@@ -26,18 +27,33 @@ from usp.partitions import Layout, Partition
 
 
 def partition(
-    seq: int, mesh: DeviceMesh | None, layout: Layout | str, *, start: int | tuple[int, ...] = 0
+    seq: int,
+    mesh: DeviceMesh | None,
+    layout: Layout | str,
+    *,
+    mask: Mask | None = None,
+    start: int | tuple[int, ...] = 0,
 ) -> Partition:
     """The partition of `seq` tokens over a mesh.
 
+    Args:
+        mask: for BALANCED, and only for it: what the tokens see of each other. They are assigned so that all ring
+            ranks have the same work (Note [Balance]); that may come out as contiguous or zigzag. Found once for
+            each mask, without communication, the same on every rank.
+
     Raises:
-        ValueError: what `Partition` raises, or if the mesh lacks an axis.
+        ValueError: what `Partition` raises, if the mesh lacks an axis, or if a mask is missing or has no use.
     """
     ring, ulysses = axes(mesh)
     if layout == Layout.BALANCED:
-        raise ValueError(
-            "layout='balanced' needs the ring rank of each block: Partition(seq, 'balanced', ring, ulysses, owners=...)"
-        )
+        if not isinstance(mask, Mask):
+            raise ValueError(
+                "layout='balanced' balances the work of a mask: give mask=, or the ring rank of each block yourself, "
+                "Partition(seq, 'balanced', ring, ulysses, owners=...)"
+            )
+        return balanced(mask, seq, ring.size, ulysses.size, start if isinstance(start, int) else tuple(start))
+    if mask is not None and layout in list(Layout):
+        raise ValueError(f"layout={str(layout)!r} does not depend on a mask: leave mask= out, or take 'balanced'")
     return Partition(seq, layout, ring.size, ulysses.size, start)
 
 
@@ -120,7 +136,7 @@ def checked_axes(mesh: DeviceMesh | None, tokens: Partition) -> tuple[Axis, Axis
     return ring, ulysses
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _owned(tokens: Partition, ring_rank: int, ulysses_rank: int, device: torch.device) -> Tensor:
     """Indices of a rank's tokens in the padded sequence, (seq_local,)."""
     first = tokens.span()[0]
@@ -132,7 +148,7 @@ def _owned(tokens: Partition, ring_rank: int, ulysses_rank: int, device: torch.d
         return torch.cat(runs)[ulysses_rank * tokens.seq_local : (ulysses_rank + 1) * tokens.seq_local].clone()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # as long as the sequence
 def _order(tokens: Partition, device: torch.device) -> Tensor:
     """Where the shards, one behind another, hold positions 0 to seq, (seq,)."""
     with torch.inference_mode(False):
