@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations
 
-from usp.blocks import batch_rows
+from usp.blocks import batch_rows, visible_pairs
 from usp.masks import Mask
 from usp.partitions import Layout, Partition
 
@@ -86,27 +86,11 @@ def demand(mask: Mask, tokens: Partition, count: int) -> Demand:
                 first = c if low is None else max(c, x + low)
                 last = d - 1 if high is None else min(d - 1, y - 1 + high)
                 if first <= last:
-                    work[n] += _pairs(y - x, d - c, x - c, low, high)
+                    shift = x - c  # from positions to indices
+                    band = None if low is None else low + shift, None if high is None else high + shift
+                    work[n] += visible_pairs(y - x, d - c, *band)
                     keys[n].append(((first - start) // size, (last - start) // size))
     return Demand(work, keys)
-
-
-def _pairs(rows: int, columns: int, shift: int, low: int | None, high: int | None) -> int:
-    """`Block.pairs` of queries from `shift` positions behind the first key on."""
-    found = rows * columns if high is None else _below(high + shift, rows, columns)
-    return found if low is None else found - _below(low + shift - 1, rows, columns)
-
-
-def _below(high: int, rows: int, columns: int) -> int:
-    """Pairs with column - row <= high."""
-    return _stairs(high + rows, columns) - _stairs(high, columns)
-
-
-def _stairs(last: int, columns: int) -> int:
-    """min(x, columns), summed over x from 1 to last."""
-    if last <= columns:
-        return last * (last + 1) // 2 if last > 0 else 0
-    return columns * (columns + 1) // 2 + columns * (last - columns)
 
 
 class Assignment:
@@ -121,7 +105,6 @@ class Assignment:
         self.load = [sum(self.work[n] for n in mine) for mine in self.blocks]
         self.owns = [sum(1 << n for n in mine) for mine in self.blocks]
         self.needs = [self._needs(mine) for mine in self.blocks]
-
         self.mean = sum(self.load) / ring
         self.limit = int(TOLERANCE * self.mean)
 

@@ -58,17 +58,24 @@ class Block(NamedTuple):
     @property
     def pairs(self) -> int:
         """Visible (query, key) pairs: the block's work."""
-        rows, columns = len(self.q), len(self.k)
+        return visible_pairs(len(self.q), len(self.k), self.low, self.high)
 
-        def below(high: int) -> int:  # pairs with column - row <= high
-            def sum_to(last: int) -> int:  # min(max(x, 0), columns) summed over x up to last
-                inside = max(0, min(last, columns))
-                return inside * (inside + 1) // 2 + columns * max(0, last - columns)
 
-            return sum_to(high + rows) - sum_to(high)
+def visible_pairs(rows: int, columns: int, low: int | None, high: int | None) -> int:
+    """(row, column) pairs of a rectangle with `low <= column - row <= high`."""
 
-        high = columns if self.high is None else self.high
-        return below(high) - (0 if self.low is None else below(self.low - 1))
+    def below(high: int) -> int:
+        return _stairs(high + rows, columns) - _stairs(high, columns)
+
+    found = rows * columns if high is None else below(high)
+    return found if low is None else found - below(low - 1)
+
+
+def _stairs(last: int, columns: int) -> int:
+    """min(x, columns), summed over x from 1 to last."""
+    if last <= columns:
+        return last * (last + 1) // 2 if last > 0 else 0
+    return columns * (columns + 1) // 2 + columns * (last - columns)
 
 
 class Piece(NamedTuple):
