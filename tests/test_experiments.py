@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -85,6 +88,21 @@ def run(*arguments: str, code: int = 0, launcher: tuple[str, ...] = (), timeout_
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout + result.stderr
+
+
+def run_here(*arguments: str, code: int = 0) -> str:
+    """The same in this process, where nothing has to be imported first; with ranks of its own as ever."""
+    text = io.StringIO()
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(sys, "argv", ["experiments.attention", *arguments]),
+        redirect_stdout(text),
+        redirect_stderr(text),
+        pytest.raises(SystemExit) as ended,
+    ):
+        attention.main()
+    assert ended.value.code == code, text.getvalue()
+    return text.getvalue()
 
 
 def records(folder: Path) -> list[dict]:
@@ -191,7 +209,7 @@ def test_wall_time_is_measured_alone():
 def test_the_error_in_a_record_is_of_the_result(tmp_path, reference):
     """In bf16 it is that of bf16: the reference is not the run itself."""
     wanted = ("workload.kv_heads=2", f"measure.reference={reference}", "window=50", "layout=striped")
-    run("mesh=u2r2", "seq=250", f"results={tmp_path}", "dtype=bfloat16", *wanted)
+    run_here("mesh=u2r2", "seq=250", f"results={tmp_path}", "dtype=bfloat16", *wanted)
     (record,) = records(tmp_path)
     found = record["summary"]["errors"]
     assert set(found) == ({"out", "dq", "dk", "dv"} if reference == "whole" else {"out", "dq"})
@@ -231,7 +249,7 @@ def test_bad_values_are_refused_before_ranks_start(values, message):
 
 
 def test_a_refused_point_is_a_record(tmp_path):
-    text = run("measure.repeats=0", f"results={tmp_path}", code=1)
+    text = run_here("measure.repeats=0", f"results={tmp_path}", code=1)
     assert "unsupported after" in text
     assert "measure.repeats and measure.warmup are at least 1" in text
     assert [record["status"] for record in records(tmp_path)] == ["unsupported"]
@@ -275,23 +293,23 @@ def test_provenance_without_git(monkeypatch):
 
 def test_the_same_command_runs_what_is_missing_or_failed(tmp_path):
     command = ("-m", "mesh=u1r2,u2r1,u1r1", f"results={tmp_path}", *SMALL)
-    run(*command)
+    run_here(*command)
     first = {record["point"]: record for record in records(tmp_path)}
     kept, lost, failed = sorted(first)
     assert kept.startswith("u1r1")
     (tmp_path / lost / "record.json").write_text("{")  # somebody's editor
     attention.write(first[failed] | {"status": "crash", "reason": "a test"}, tmp_path / failed / "record.json")
     time.sleep(1)  # records tell the second in which they began
-    run(*command)
+    run_here(*command)
     second = {record["point"]: record for record in records(tmp_path)}
     assert second.keys() == first.keys()
     assert second[kept] == first[kept]
     assert second[lost]["started"] > first[lost]["started"]
     assert second[failed]["status"] == "ok"
-    run(*command[2:], "mesh=u1r1", "force=true")
+    run_here(*command[2:], "mesh=u1r1", "force=true")
     third = {record["point"]: record for record in records(tmp_path)}
     assert third[kept]["started"] > second[kept]["started"]
-    run(*command[2:], "mesh=u1r2", "force=true", "timeout_s=0.001", code=1)  # too short, and no loss
+    run_here(*command[2:], "mesh=u1r2", "force=true", "timeout_s=0.001", code=1)  # too short, and no loss
     fourth = {record["point"]: record for record in records(tmp_path)}
     assert fourth == third
     assert json.loads(next(tmp_path.glob("*/failed.json")).read_text())["status"] != "ok"
@@ -332,7 +350,7 @@ def test_points_side_by_side(tmp_path):
 def test_a_published_table_alone(tmp_path):
     """published.only leaves out what the table does not have, and the count of points knows it."""
     table = ("-m", "experiment=usp_a100", "published.factor=1024", f"results={tmp_path}", "workload=h2_d32")
-    text = run(*table, "published.length=131072", "mesh=u4r2,u2r4,u1r8", "layout=contiguous,zigzag")
+    text = run_here(*table, "published.length=131072", "mesh=u4r2,u2r4,u1r8", "layout=contiguous,zigzag")
     assert {record["config"]["mesh"]["ulysses"] for record in records(tmp_path)} == {1, 2}
     (log,) = tmp_path.glob("runs/*.jsonl")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -340,7 +358,7 @@ def test_a_published_table_alone(tmp_path):
     assert len(lines) == 5
     assert "111.21" in text  # published: 2 heads, ulysses 2 x ring 4, contiguous
     assert "Rank correlation: 128 tokens" in text
-    text = run(*table, "published.length=1024", "mesh=u1r8", "layout=zigzag", code=1)
+    text = run_here(*table, "published.length=1024", "mesh=u1r8", "layout=zigzag", code=1)
     assert text.startswith("no point:")
 
 
@@ -351,7 +369,7 @@ def test_a_published_table_alone(tmp_path):
 def test_a_failing_point_is_a_record_and_an_exit_code(tmp_path):
     """The others run, the reason stands in the record, on the terminal as it happens and in the exit code."""
     start_s = time.monotonic()
-    text = run(
+    text = run_here(
         "-m", "mesh.ring=1", "mesh.ulysses=1,2,3,4", f"results={tmp_path}", *SMALL, "workload.kv_heads=2", code=1
     )
     by_degree = {record["config"]["mesh"]["ulysses"]: record for record in records(tmp_path)}
@@ -403,7 +421,7 @@ def test_a_hang_is_ended_with_every_stack():
 
 
 def test_a_point_that_takes_too_long_is_a_record_with_stacks(tmp_path):
-    text = run("mesh=u1r2", "timeout_s=0.5", "seq=16384", f"results={tmp_path}", code=1)
+    text = run_here("mesh=u1r2", "timeout_s=0.5", "seq=16384", f"results={tmp_path}", code=1)
     (record,) = records(tmp_path)
     assert record["status"] == "timeout"
     assert set(record["stacks"]) == {"0", "1"}
