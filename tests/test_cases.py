@@ -14,9 +14,7 @@ import dataclasses
 import inspect
 import itertools
 import json
-import os
 import random
-import subprocess
 import sys
 import time
 import traceback
@@ -35,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import usp
-from tests import hybrid, oracle, pool
+from tests import compiled, hybrid, oracle, pool
 from usp import Mask, Partition, comm, kernels
 from usp.blocks import blocks
 from usp.kernels.scores import Terms
@@ -939,14 +937,10 @@ def _sent_bytes(row: dict) -> int:
     return traffic.payload_bytes
 
 
-def compiled(ranks, row: dict) -> str:
+def compiled_once(ranks, row: dict) -> str:
     """In processes of its own, where signatures are not checked: checks cannot be traced."""
-    script = [str(Path(__file__).with_name("compiled.py")), "ring"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("equal, compiled once") == 2, result.stdout
+    text = compiled.printed()
+    assert text.count("equal, compiled once: ring") == 2, text
     return "equal, compiled once"
 
 
@@ -975,7 +969,7 @@ OPERATIONS: dict[str, Callable] = {
         for function in (
             *(
                 bad_meshes,
-                compiled,
+                compiled_once,
                 copies,
                 degenerate,
                 entry_points,
