@@ -57,21 +57,10 @@ class Case:
         return oracle.Options(scale, self.softcap, slopes(self.heads) if self.alibi else None, self.bias, self.dropout)
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """q, k, v, dout, dlse, sinks, table: whole tensors."""
-        generator = torch.Generator().manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        key_seq = self.key_seq or self.seq
-        q = normal(self.batch, self.seq, self.heads, self.head_dim)
-        k = normal(self.batch, key_seq, self.kv_heads, self.head_dim)
-        v = normal(self.batch, key_seq, self.kv_heads, self.head_dim_v)
-        dout = normal(self.batch, self.seq, self.heads, self.head_dim_v)
-        dlse = normal(self.batch, self.heads, self.seq)
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        sinks, table = normal(self.heads).to(wide), normal(11 if self.bias == "clipped" else 12, self.heads).to(wide)
-        return *(x.to(self.dtype) for x in (q, k, v, dout)), dlse.to(wide), sinks, table
+        """q, k, v, dout, dlse, sinks, table: whole tensors, made once."""
+        q_shape, k_shape = (self.batch, self.seq, self.heads), (self.batch, self.key_seq or self.seq, self.kv_heads)
+        buckets = 11 if self.bias == "clipped" else 12
+        return _inputs(q_shape, k_shape, (self.head_dim, self.head_dim_v), buckets, self.dtype)
 
     def expected(self) -> oracle.Answer:
         """The reference, which no mesh or layout changes; made once."""
@@ -92,6 +81,21 @@ def relative_bias(form: str, table: Tensor) -> usp.RelativeBias:
     if form == "clipped":
         return usp.RelativeBias.clipped(table)
     return usp.RelativeBias.t5(table, bidirectional=form == "t5 encoder", max_distance=20)
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)  # they serve autograd later, wherever they are made
+def _inputs(q_shape, k_shape, dims: tuple[int, int], buckets: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    (batch, seq, heads), (dim, dim_v) = q_shape, dims
+    shards = normal(*q_shape, dim), normal(*k_shape, dim), normal(*k_shape, dim_v), normal(*q_shape, dim_v)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    more = normal(batch, heads, seq), normal(heads), normal(buckets, heads)
+    return *(x.to(dtype) for x in shards), *(x.to(wide) for x in more)
 
 
 @lru_cache(maxsize=256)
@@ -118,8 +122,9 @@ def run(case: Case, mesh=None, arrange=lambda x: x) -> dict[str, Tensor]:
     q, dout = (usp.shard(x, mesh, tokens) for x in (q, dout))
     k, v = (usp.shard(x, mesh, key_tokens) for x in (k, v))
     q, k, v = (arrange(x).detach().requires_grad_() for x in (q, k, v))
+    sinks, table = (x.detach().requires_grad_() for x in (sinks, table))
     parameters = ({"dsinks": sinks} if case.sinks else {}) | ({"dtable": table} if case.bias else {})
-    leaves = [q, k, v, *(x.requires_grad_() for x in parameters.values())]
+    leaves = [q, k, v, *parameters.values()]
     scores = case.scores()
     out, lse = usp.hybrid_attention(
         *(q, k, v, mesh, tokens),
