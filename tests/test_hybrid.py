@@ -34,13 +34,20 @@ def heads_of(ulysses: int) -> dict[str, tuple[int, int]]:
 
 
 def matrix(ring: int, ulysses: int, dtype: torch.dtype) -> list[Case]:
-    """Every layout x mask x head grouping in float64 on up to 4 ranks, else a Latin square of them; batch 1 or 3."""
+    """Every layout x mask x head grouping in float64 on up to 4 ranks, else a Latin square of them; batch 1 or 3.
+
+    On more ranks the square is in float64; of the other dtypes there are every layout, every mask and every head
+    grouping, a case a mask.
+    """
     dim = 32 if dtype == HALF else 8  # rounding errors of very short sums are no measure
+    few, wide = ring * ulysses <= 4, dtype == torch.float64
+    shift = int(dtype == HALF)
     cases = []
     for a, layout in enumerate(LAYOUTS):
         for b, mask in enumerate(MASKS.values()):
             for c, (heads, kv_heads) in enumerate(heads_of(ulysses).values()):
-                if (dtype == torch.float64 and ring * ulysses <= 4) or (a + b + c) % 3 == 0:
+                square = (a + b + c) % 3 == 0
+                if (few and wide) or (square and (few or wide or (a - b - shift) % 3 == 0)):
                     batch = 3 if (a + b + c // 2) % 2 else 1
                     cases.append(Case(ring, ulysses, layout, 48, mask, heads, kv_heads, dim, dim, batch, dtype))
     return cases
