@@ -7,9 +7,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--all-heads", action="store_true", help="every head count also on more than 9 ranks (tests/test_heads.py)"
-    )
+    parser.addoption("--all-heads", action="store_true", help="every head count on every mesh (tests/test_heads.py)")
 
 
 @pytest.fixture(scope="session")
