@@ -21,7 +21,7 @@ def printed() -> str:
     """What the command above prints: `equal, compiled once: ring` on each of two ranks, and the same for ulysses."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     return result.stdout + result.stderr[-3000:] * (result.returncode != 0)
 
 

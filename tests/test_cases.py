@@ -760,7 +760,7 @@ def _entry_points(row: dict) -> bool:
 
 def rank_fails(ranks, row: dict) -> str:
     """A pool of its own: its groups cannot be used afterwards."""
-    short = pool.Pool(4, timeout_s=10)
+    short = pool.Pool(4, timeout_s=5)
     try:
         on_ranks(short, _rank_fails, variants(row)[0])
     except AssertionError as error:
