@@ -180,7 +180,10 @@ JOINT_MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3)]
 
 @pytest.mark.parametrize(("ring", "ulysses"), JOINT_MESHES, ids=[f"u{u}r{r}" for r, u in JOINT_MESHES])
 def test_joint_tokens_are_tokens(ranks, ring, ulysses):
-    """In front or behind, attending or only attended to, under every mask: as one sequence of all tokens."""
+    """In front or behind, attending or only attended to, under every mask: as one sequence of all tokens.
+
+    All of these on 1 and 2 x 2 ranks, on the others every pair.
+    """
     masks = [
         Mask(False),
         Mask(True),
@@ -193,6 +196,7 @@ def test_joint_tokens_are_tokens(ranks, ring, ulysses):
         for n, mask in enumerate(masks)
         for front in (True, False)
         for queries in (True, False)
+        if ring == ulysses or (n + front + queries + ulysses) % 2 == 0
     ]
     calls += [hybrid.Beside(ring, ulysses, "striped", Mask(False), front) for front in (True, False)]
     calls += [hybrid.Beside(ring, ulysses, heads=4, kv_heads=1, replicate_kv=True, sinks=True)]
