@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from email.parser import Parser
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -190,12 +191,17 @@ def test_every_example_is_run():
     assert all(len(path.read_text().splitlines()) < 60 for path in (ROOT / "examples").glob("*.py"))
 
 
+@cache
+def started() -> dict[str, subprocess.Popen]:
+    """All examples at once: much of the start of one is on a single core."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    how["env"] = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return {name: subprocess.Popen([*command, f"examples/{name}.py"], **how) for name in EXAMPLES}
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", f"examples/{name}.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count(EXAMPLES[name]) == 4
+    text, errors = started()[name].communicate(timeout=120)
+    assert started()[name].returncode == 0, errors[-3000:]
+    assert text.count(EXAMPLES[name]) == 4
