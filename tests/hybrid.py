@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -185,10 +186,15 @@ def wrong(case: Case, **how) -> list[str]:
 
 
 def worst(cases: list[Case], least: float = 0.0, size: float = 0.0) -> dict[str, tuple[float, str]]:
-    """Every case within tolerance (or `least`), on this rank; the worst relative error of each result, and where."""
+    """Every case within tolerance (or `least`), on this rank; the worst relative error of each result, and where.
+
+    Of many cases one rank checks signatures; of a case alone all do, so that all fail together.
+    """
     found: dict[str, tuple[float, str]] = {}
     for case in cases:
-        for name, (error, allowed) in errors(case, size=size).items():
+        with pool.one_rank_checks_types() if len(cases) > 1 else nullcontext():
+            results = errors(case, size=size)
+        for name, (error, allowed) in results.items():
             allowed = max(allowed, least)
             assert error <= allowed, f"{name} is off by {error:.2e}, allowed {allowed:.2e}, in {case}"
             if error >= found.get(name, (-1.0, ""))[0]:
@@ -223,7 +229,8 @@ class Beside:
 def joint_equals_the_whole(calls: list[Beside]) -> None:
     """On a rank: results and gradients of each call, those of the joint tokens summed over ranks, in float64."""
     for call in calls:
-        _one_joint(call)
+        with pool.one_rank_checks_types():
+            _one_joint(call)
 
 
 def _one_joint(call: Beside) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -11,10 +12,13 @@ import socket
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
+import jaxtyping
 import torch
 import torch.distributed as dist
 
@@ -61,9 +65,9 @@ class Pool:
         while waiting:
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                stacks = self._stacks()
+                failures += [f"ranks {sorted(waiting.values())} hang after {deadline_s} s\n{self._stacks()}"]
                 self.close()
-                raise AssertionError(f"ranks {sorted(waiting.values())} hang after {deadline_s} s\n{stacks}")
+                raise AssertionError("\n".join(failures))
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[index]
                 try:
@@ -114,6 +118,24 @@ class Pools:
 def mesh(ring: int, ulysses: int, data: int = 1, order: tuple[str, ...] = ("data", "ring", "ulysses")):
     """On a rank: the mesh of the whole pool, made once."""
     return usp.init_mesh(ring=ring, ulysses=ulysses, data=data, order=order, device_type="cpu")
+
+
+_turns = itertools.count()
+
+
+@contextmanager
+def one_rank_checks_types() -> Iterator[None]:
+    """On a rank: its turn to check shapes and types in signatures comes once in as many calls as there are ranks.
+
+    Every call is checked on one rank, every rank checks: checks are half of the time of a small call.
+    """
+    before = jaxtyping.config.jaxtyping_disable
+    turn = next(_turns) % dist.get_world_size() == dist.get_rank() if dist.is_initialized() else True
+    jaxtyping.config.update("jaxtyping_disable", before or not turn)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def start_gloo(rank: int, world: int, store: str, timeout_s: float) -> None:

@@ -91,7 +91,7 @@ def cases_of(ring: int, ulysses: int) -> list[Case]:
 
 
 def _count(case: Case) -> tuple[int, dict[str, int]]:
-    with usp.measure_traffic() as traffic:
+    with usp.measure_traffic() as traffic, pool.one_rank_checks_types():
         hybrid.run(case)
     return axes(case.mesh())[0].rank, dict(traffic.bytes)
 

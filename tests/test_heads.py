@@ -98,7 +98,7 @@ def test_any_heads_on_any_mesh(ranks, request, ring, ulysses):
 
 def _right_and_counted(cases: list[tuple[Case, HeadPlan]]) -> None:
     for case, plan in cases:
-        with usp.measure_traffic() as traffic:
+        with usp.measure_traffic() as traffic, pool.one_rank_checks_types():
             hybrid.worst([case])
         assert traffic.bytes["all_to_all"] == formula(case, plan, axes(case.mesh())[1].rank), case
         assert traffic.messages["all_to_all"] == (4 if case.ulysses > 1 else 0)  # q, k, v together; out; and back
