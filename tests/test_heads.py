@@ -196,7 +196,7 @@ def test_joint_tokens_are_tokens(ranks, ring, ulysses):
         for n, mask in enumerate(masks)
         for front in (True, False)
         for queries in (True, False)
-        if ring == ulysses or (n + front + queries + ulysses) % 2 == 0
+        if ring == ulysses or (n // 2 + front + queries + ulysses) % 2 == 0  # layouts go by n + front
     ]
     calls += [hybrid.Beside(ring, ulysses, "striped", Mask(False), front) for front in (True, False)]
     calls += [hybrid.Beside(ring, ulysses, heads=4, kv_heads=1, replicate_kv=True, sinks=True)]
