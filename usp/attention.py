@@ -16,10 +16,10 @@ from usp.blocks import batch_rows, span_of, striped_apart
 from usp.heads import HeadPlan
 from usp.kernels.scores import RelativeBias, checked_scores
 from usp.masks import Mask
-from usp.merging import merge, per_row
+from usp.merging import merge, with_sinks
 from usp.mesh import Axis, axes
 from usp.partitions import Layout, Partition
-from usp.ring import How, attend, check_call, check_ends
+from usp.ring import How, attend, check_call, check_ends, check_tensors
 from usp.sharding import checked_axes, gather
 from usp.ulysses import lse_to_sequence, to_heads, to_sequence
 
@@ -126,7 +126,7 @@ def hybrid_attention(
         if key_tokens is None:
             check_ends(mask, tokens, beside)
         plan = HeadPlan(q.shape[2], k.shape[2], ulysses.size, replicate_kv)
-        _check_sinks(sinks, q)
+        check_sinks(sinks, q)
         inputs = (q, k, v, sinks, bias.table if bias else None, *(joint[:3] if joint else ()))
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None)
         through_lse = differentiated and (return_lse or joint is not None or sinks is not None)
@@ -167,31 +167,39 @@ def hybrid_attention(
     ring, ulysses, plan, beside, scores, backend = checked
 
     q, k, v = to_heads([q, k, v], "qkk", plan, ulysses)
-    table = None if bias is None else _own(bias.table, plan.queries, ulysses, dim=1)
+    table = None if bias is None else own_heads(bias.table, plan.queries, ulysses, dim=1)
     how = How(plan.groups(ulysses.rank), scores.of(plan.queries[ulysses.rank]), backend, exchange, float32_delta)
     here = partial(attend, table=table, seed=dropout[1] if dropout else 0, ring=ring, mask=mask, how=how)
     out, lse = here(q, k, v, tokens=tokens, keys=keys)
-    own_sinks = None if sinks is None else _own(sinks, plan.queries, ulysses, dim=0)
+    own_sinks = None if sinks is None else own_heads(sinks, plan.queries, ulysses, dim=0)
     joint_result = None
     if joint is not None:
         assert beside is not None
-        joint_k, joint_v = (_own(x, plan.keys, ulysses) for x in (joint.k, joint.v))
+        joint_k, joint_v = (own_heads(x, plan.keys, ulysses) for x in (joint.k, joint.v))
         to_joint = here(q, joint_k, joint_v, tokens=tokens, keys=beside, local=(ring.rank, 0))
         out, lse = merge(out, lse, *to_joint)
         if joint.q is not None:
-            joint_q = _own(joint.q, plan.queries, ulysses)
+            joint_q = own_heads(joint.q, plan.queries, ulysses)
             to_keys = here(joint_q, k, v, tokens=beside, keys=keys, local=(0, ring.rank))
             among = here(joint_q, joint_k, joint_v, tokens=beside, keys=beside, local=(0, 0))
             joint_out, joint_lse = _over_ring(*to_keys, ring, among)
-            joint_out = _all_heads(_with_sinks(joint_out, joint_lse, own_sinks), 2, plan, ulysses)
+            joint_out = _all_heads(with_sinks(joint_out, joint_lse, own_sinks), 2, plan, ulysses)
             joint_result = (joint_out, _all_heads(joint_lse, 1, plan, ulysses)) if return_lse else joint_out
-    (out,) = to_sequence([_with_sinks(out, lse, own_sinks)], "q", plan, ulysses)
+    (out,) = to_sequence([with_sinks(out, lse, own_sinks)], "q", plan, ulysses)
     result = (out, lse_to_sequence(lse, plan, ulysses)) if return_lse else out
     return result if joint_result is None else (result, joint_result)
 
 
-def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    if sinks is not None and (sinks.shape != q.shape[2:3] or not sinks.is_floating_point() or sinks.device != q.device):
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """One for each query head of q, where q is.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if sinks is None:
+        return
+    check_tensors(sinks=sinks)
+    if sinks.shape != q.shape[2:3] or not sinks.is_floating_point() or sinks.device != q.device:
         raise ValueError(
             f"sinks is {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}: give one score for each of the "
             f"{q.shape[2]} query heads, floating point, on {q.device}"
@@ -230,19 +238,10 @@ def _checked_joint(
     return beside
 
 
-def _own(x: Tensor, dealt: tuple[range, ...], ulysses: Axis, dim: int = 2) -> Tensor:
+def own_heads(x: Tensor, dealt: tuple[range, ...], ulysses: Axis, dim: int = 2) -> Tensor:
     """This rank's heads of something that has all of them."""
     heads = dealt[ulysses.rank]
     return x.narrow(dim, heads.start, len(heads))
-
-
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """A sink takes exp(sink) of the softmax's sum, and nothing of the values."""
-    if sinks is None:
-        return out
-    lse = torch.where(lse == -torch.inf, 0.0, lse)  # out is 0 there; and a sink of -inf, which is none, is nobody's NaN
-    left = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return (out * per_row(left)).to(out.dtype)
 
 
 def _over_ring(out: Tensor, lse: Tensor, ring: Axis, other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

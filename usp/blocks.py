@@ -28,8 +28,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from usp.ledger import Ledger
 from usp.masks import EVERYWHERE, Mask, Region, Span
 from usp.partitions import Layout, Partition, Run
+
+Tokens = Partition | Ledger  # what queries or keys are: of a call, or what a cache holds
 
 
 class Kind(Enum):
@@ -86,7 +89,7 @@ class Piece(NamedTuple):
 
 
 def blocks(
-    mask: Mask, queries: Partition, rank: int, keys: Partition, source: int, row: int = 0, reach: int | None = None
+    mask: Mask, queries: Partition, rank: int, keys: Tokens, source: int, row: int = 0, reach: int | None = None
 ) -> tuple[Block, ...]:
     """What ring rank `rank` computes with the keys of ring rank `source`, for one batch row.
 
@@ -135,7 +138,7 @@ def _both(x: Span, y: Span) -> Span:
     return max(x[0], y[0]), min(x[1], y[1])
 
 
-def batch_rows(mask: Mask, queries: Partition, keys: Partition) -> int:
+def batch_rows(mask: Mask, queries: Partition, keys: Tokens) -> int:
     """Batch rows whose blocks may differ; 1 if the whole batch is alike.
 
     Raises:
@@ -147,12 +150,15 @@ def batch_rows(mask: Mask, queries: Partition, keys: Partition) -> int:
     several = {name: count for name, count in counts.items() if count > 1}
     if len(set(several.values())) > 1:
         raise ValueError(f"batch rows differ: {several}; each must be one for all or one a batch row")
+    rows = max(counts.values())
+    if isinstance(keys, Ledger):  # whose runs are looked at one by one, and who has a start of its own
+        return rows
     if striped_apart(queries, keys) and mask.ordered:
         raise ValueError(
             f"queries are {queries.layout} and keys are {keys.layout} over {queries.ring} ring ranks: under a mask "
             "with an order (causal, window) striped shards meet only striped shards; use one layout for both"
         )
-    rows, start = max(counts.values()), keys.span()[0]
+    start = keys.span()[0]
     alike = all(queries.span(row)[0] == keys.span(row)[0] for row in range(rows))
     if mask.causal and queries.seq != keys.seq and alike:
         raise ValueError(
@@ -163,12 +169,16 @@ def batch_rows(mask: Mask, queries: Partition, keys: Partition) -> int:
     return rows
 
 
-def striped_apart(*partitions: Partition) -> bool:
+def striped_apart(*partitions: Tokens) -> bool:
     """Whether some are striped over several ranks and others are not: such tokens meet only without an order."""
-    return len({tokens.layout == Layout.STRIPED and tokens.ring > 1 for tokens in partitions}) > 1
+    return len({_striped(tokens) for tokens in partitions}) > 1
 
 
-def span_of(*partitions: Partition) -> int:
+def _striped(tokens: Tokens) -> bool:
+    return isinstance(tokens, Partition) and tokens.layout == Layout.STRIPED and tokens.ring > 1
+
+
+def span_of(*partitions: Tokens) -> int:
     """How many positions there are from the first token to the last."""
     spans = [tokens.span(row) for tokens in partitions for row in range(len(tokens.starts))]
     return max([end for _, end in spans]) - min([first for first, _ in spans])
@@ -177,14 +187,14 @@ def span_of(*partitions: Partition) -> int:
 Columns = tuple[range, ...]  # of a source's keys: not empty, increasing, apart from each other
 
 
-def needed(mask: Mask, queries: Partition, keys: Partition) -> tuple[tuple[Columns, ...], ...]:
+def needed(mask: Mask, queries: Partition, keys: Tokens) -> tuple[tuple[Columns, ...], ...]:
     """[rank][source]: which of that ring rank's keys this one sees, in any batch row.
 
     Of striped keys, where every rank holds some of every document: all from the first to the last that anybody may see.
     """
     ranks = range(queries.ring)
     found: list[list[list[range]]] = [[[] for _ in ranks] for _ in ranks]
-    striped = keys.layout == Layout.STRIPED and keys.ring > 1
+    striped = _striped(keys)
     hulls = [_hull(mask, keys, source) if striped else [] for source in ranks]
     for row in range(batch_rows(mask, queries, keys)):
         for region in mask.disjoint_regions(row):
@@ -201,7 +211,7 @@ def needed(mask: Mask, queries: Partition, keys: Partition) -> tuple[tuple[Colum
     return tuple(tuple(_union(columns) for columns in row) for row in found)
 
 
-def _hull(mask: Mask, keys: Partition, source: int) -> list[range]:
+def _hull(mask: Mask, keys: Tokens, source: int) -> list[range]:
     """A source's keys between the first and the last that any query may see, in any batch row."""
     found = []
     for row in range(max(mask.rows, len(keys.starts))):
@@ -236,8 +246,11 @@ def _union(ranges: Iterable[range]) -> Columns:
     return tuple(found)
 
 
-def _holders(tokens: Partition, row: int, span: Span) -> Iterator[tuple[int, tuple[Run, ...]]]:
+def _holders(tokens: Tokens, row: int, span: Span) -> Iterator[tuple[int, tuple[Run, ...]]]:
     """The ring ranks that may hold tokens of a span, with all their runs; each once."""
+    if isinstance(tokens, Ledger):  # whose runs lie among each other
+        yield from ((rank, tokens.runs(rank, row)) for rank in range(tokens.ring))
+        return
     owners, starts, runs = _by_position(tokens, row)
     if tokens.layout == Layout.STRIPED:
         yield from enumerate(runs)
@@ -258,14 +271,13 @@ def _by_position(tokens: Partition, row: int) -> tuple[list[int], list[int], lis
 
 def _inside(runs: Sequence[Run], region: Span, real: Span) -> list[Piece]:
     """The parts of a rank's runs that lie in a span and are real tokens."""
-    first, end = max(region[0], real[0]), min(region[1], real[1])
+    first, end = _both(region, real)
     pieces, index = [], 0
-    for start, step, count in runs:
-        skip = max(0, -((start - first) // step))
-        last = min(count, -((start - end) // step))
-        if skip < last:
-            pieces.append(Piece(index + skip, Run(start + skip * step, step, last - skip)))
-        index += count
+    for run in runs:
+        part = run.between(first, end)
+        if part.count:
+            pieces.append(Piece(index + (part.start - run.start) // run.step, part))
+        index += run.count
     return pieces
 
 
@@ -279,8 +291,51 @@ def _rectangles(
         # Only the order of positions counts, and local order is that order: one rectangle for all runs.
         q_pieces, k_pieces = _as_one(q_pieces), _as_one(k_pieces)
     for q in q_pieces:
+        full, partly = [], []
         for k in k_pieces:
-            yield from _trimmed(q, k, region.low, region.high)
+            seen = _seen(q.run, k.run, region.low, region.high)
+            if seen:
+                full.append(k)
+            elif seen is None:
+                partly.append(k)
+        for k in _as_one(full):  # keys that all of these queries see are neighbours
+            yield Block(range(q.first, q.first + q.run.count), range(k.first, k.first + k.run.count))
+        for k in partly:
+            yield from _met(q, k, region.low, region.high)
+
+
+def _seen(q: Run, k: Run, low: int | None, high: int | None) -> bool | None:
+    """Whether all of these queries see all of these keys; None if some see some."""
+    nearest = k.start - (q.start + (q.count - 1) * q.step)
+    furthest = k.start + (k.count - 1) * k.step - q.start
+    if (low is None or low <= nearest) and (high is None or furthest <= high):
+        return True
+    return False if (low is not None and furthest < low) or (high is not None and nearest > high) else None
+
+
+def _met(q: Piece, k: Piece, low: int | None, high: int | None) -> Iterator[Block]:
+    """A rectangle that a band crosses. Runs of two steps are halved until one of them is a single token."""
+    seen = _seen(q.run, k.run, low, high)
+    if seen:
+        yield Block(range(q.first, q.first + q.run.count), range(k.first, k.first + k.run.count))
+    elif seen is None:
+        if q.run.count == 1 or k.run.count == 1:  # of which the step is any
+            step = k.run.step if q.run.count == 1 else q.run.step
+            q, k = (x._replace(run=x.run._replace(step=step)) for x in (q, k))
+        if q.run.step == k.run.step:
+            yield from _trimmed(q, k, low, high)
+        elif q.run.step > k.run.step:
+            for half in _halves(q):
+                yield from _met(half, k, low, high)
+        else:
+            for half in _halves(k):
+                yield from _met(q, half, low, high)
+
+
+def _halves(piece: Piece) -> tuple[Piece, Piece]:
+    first, (start, step, count) = piece
+    half = count // 2
+    return Piece(first, Run(start, step, half)), Piece(first + half, Run(start + half * step, step, count - half))
 
 
 def _as_one(pieces: list[Piece]) -> list[Piece]:

@@ -7,18 +7,20 @@ nothing is sent.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from usp.blocks import Hop
+from usp.blocks import Hop, Step
 from usp.mesh import Axis
 
 
@@ -42,8 +44,9 @@ class Traffic:
 
     Kinds: "ring" (keys and values on hops), "ring_grad" (their gradients), "all_gather" and "reduce_scatter"
     (the same, when gathered), "all_to_all" (q, k, v, out and their gradients), "lse", "joint" (what joint queries
-    see on other ranks), "unshard", "control" (agreement; 16 bytes a group). A message is one send to one peer, or
-    one collective.
+    see on other ranks), "unshard", "control" (agreement; 16 bytes a group); in prefill and decode also "queries"
+    (on hops or gathered), "partials" (out and lse of a part of the keys), "out" (gathered). A message is one send to
+    one peer, or one collective.
     """
 
     bytes: Counter[str] = field(default_factory=Counter)
@@ -140,6 +143,27 @@ class Exchange:
                 self._pending = dist.batch_isend_irecv(operations)
         return buffers
 
+    def travel(
+        self, steps: Sequence[Step], numels: Sequence[int], own: int, message: Callable[[Tensor], object]
+    ) -> Iterator[tuple[Step, Tensor | None]]:
+        """Step by step, the message of the step's source; the next ones travel meanwhile.
+
+        None for this rank's own, source `own`, which `message` writes into a buffer if it is to travel, and in steps
+        without a source. numels[source] are the elements of each message.
+        """
+        held: dict[int, Tensor] = {}
+        if numels[own]:
+            message(held.setdefault(own, self.empty(numels[own])))
+        for step in steps:
+            receive = [(hop, numels[hop.source]) for hop in (step.receive,) if hop]
+            arriving = self.start([(hop, held[hop.source]) for hop in step.send], receive)
+            yield step, None if step.source in (own, None) else held[step.source]
+            self.wait()
+            for source in step.spent:
+                if source in held:
+                    self.recycle(held.pop(source))
+            held.update((hop.source, buffer) for (hop, _), buffer in zip(receive, arriving, strict=True))
+
     def wait(self) -> None:
         with _operation("a hop"):
             for work in self._pending:
@@ -158,7 +182,7 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: st
     """
     process_group = _group(group)
     out = x.new_empty((sum(receive), *x.shape[1:]))
-    row_bytes = x.nbytes // x.shape[0]
+    row_bytes = math.prod(x.shape[1:]) * x.element_size()
     _sent(kind, (sum(send) - send[process_group.rank()]) * row_bytes)
     with _operation("an all-to-all"):
         dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=process_group)
@@ -174,6 +198,21 @@ def all_gather(x: Tensor, group: str, kind: str) -> Tensor:
     with _operation("an all-gather"):
         gather(out.flatten(0, 1), x.contiguous(), group=process_group)
     return out
+
+
+def all_gather_uneven(x: Tensor, counts: Sequence[int], group: str, kind: str) -> Tensor:
+    """(counts[n], ...) of each rank n, one behind the other; without autograd."""
+    if len(set(counts)) == 1:
+        return all_gather(x, group, kind).flatten(0, 1)
+    return all_to_all(torch.cat([x] * len(counts)), [len(x)] * len(counts), counts, group, kind)
+
+
+def all_reduce(x: Tensor, group: str, kind: str, *, largest: bool = False) -> None:
+    """The sum over ranks, or the largest, in place; counted as a reduce-scatter and an all-gather."""
+    process_group = _group(group)
+    _sent(kind, 2 * (process_group.size() - 1) * x.nbytes // process_group.size())
+    with _operation("an all-reduce"):
+        dist.all_reduce(x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=process_group)
 
 
 def reduce_scatter(x: Tensor, group: str, kind: str) -> Tensor:
@@ -226,6 +265,32 @@ def agree(axes: Sequence[Axis], facts: Mapping[str, object], error: str | None) 
         dist.all_gather_object(gathered, reports, group=process_group)
         reports = [report for part in gathered for report in part]
     raise ValueError(error or _difference(reports))
+
+
+T = TypeVar("T")
+
+
+def agreed(axes: Sequence[Axis], check: Callable[[], T], facts: Callable[[T], Mapping[str, object]], *, ask: bool) -> T:
+    """What `check` finds of this rank's call, if every rank's call is right and all are the same.
+
+    Args:
+        check: raises what is wrong with the call.
+        facts: what must be equal on all ranks, by name, of what was found.
+        ask: the other ranks. Without it only this rank's call is looked at.
+
+    Raises:
+        ValueError: on all ranks, as `agree` does.
+    """
+    try:
+        found = check()
+    except Exception as mistake:
+        if ask and any(axis.size > 1 for axis in axes):
+            text = str(mistake) if isinstance(mistake, ValueError) else f"{type(mistake).__name__}: {mistake}"
+            agree(axes, {}, text)
+        raise
+    if ask:
+        agree(axes, facts(found), None)
+    return found
 
 
 def _difference(reports: list[tuple[str, dict[str, str], str | None]]) -> str:

@@ -64,7 +64,7 @@ class HeadPlan:
     def queries(self) -> tuple[range, ...]:
         """By Ulysses rank: its query heads."""
         if self.replicate_kv:
-            return _runs(self.heads, self.ulysses)
+            return runs(self.heads, self.ulysses)
         share = self.heads // self.kv_heads
         return tuple([range(x.start * share, x.stop * share) for x in self.keys])
 
@@ -72,7 +72,7 @@ class HeadPlan:
     def keys(self) -> tuple[range, ...]:
         """By Ulysses rank: its KV heads."""
         if not self.replicate_kv:
-            return _runs(self.kv_heads, self.ulysses)
+            return runs(self.kv_heads, self.ulysses)
         share = self.heads // self.kv_heads
         return tuple([range(x.start // share, (x.stop - 1) // share + 1) for x in self.queries])
 
@@ -93,7 +93,7 @@ class HeadPlan:
         return tuple(found)
 
 
-def _runs(count: int, parts: int) -> tuple[range, ...]:
+def runs(count: int, parts: int) -> tuple[range, ...]:
     """range(count) in `parts` runs that differ by at most one, the longer ones first."""
     size, longer = divmod(count, parts)
     return tuple([range(n * size + min(n, longer), (n + 1) * size + min(n + 1, longer)) for n in range(parts)])

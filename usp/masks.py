@@ -302,6 +302,17 @@ def _check_kind(causal: bool, window: int | None) -> None:
         )
 
 
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Their union: not empty, increasing, apart from each other."""
+    found: list[Span] = []
+    for first, end in sorted(spans):
+        if found and first <= found[-1][1] and first < end:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        elif first < end:
+            found.append((first, end))
+    return tuple(found)
+
+
 def _row(rows: Sequence[tuple[Any, ...]], row: int) -> tuple[Any, ...]:
     return rows[row if len(rows) > 1 else 0]
 

@@ -6,6 +6,9 @@ softmax). The identity is (anything, -inf): a row that saw no key.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+
 import torch
 from einops import rearrange
 from jaxtyping import Float
@@ -26,17 +29,31 @@ def merge(
     answer and gives NaN.
     """
     dtype = torch.promote_types(out_a.dtype, out_b.dtype)
-    wide = accumulator_dtype(dtype)
-    lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
-    peak = torch.maximum(lse_a, lse_b).detach()
+    out, lse = combined((out_a, out_b), (lse_a, lse_b))
+    return out.to(dtype), lse
+
+
+def combined(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """`merge` of any number of parts, in the accumulator's dtype."""
+    wide = accumulator_dtype(reduce(torch.promote_types, (out.dtype for out in outs)))
+    lses = [lse.to(wide) for lse in lses]
+    peak = reduce(torch.maximum, lses).detach()
     peak = torch.where(peak == -torch.inf, 0.0, peak)
-    weight_a, weight_b = torch.exp(lse_a - peak), torch.exp(lse_b - peak)
-    total = weight_a + weight_b
+    weights = [torch.exp(lse - peak) for lse in lses]
+    total = sum(weights[1:], start=weights[0])
     empty = total == 0
     total = torch.where(empty, 1.0, total)
-    lse = torch.where(empty, -torch.inf, peak + torch.log(total))
-    out = sum(_weighted(o.to(wide), w / total, x) for o, w, x in ((out_a, weight_a, lse_a), (out_b, weight_b, lse_b)))
-    return out.to(dtype), lse  # pyright: ignore[reportAttributeAccessIssue]
+    parts = [_weighted(out.to(wide), w / total, lse) for out, w, lse in zip(outs, weights, lses, strict=True)]
+    return sum(parts[1:], start=parts[0]), torch.where(empty, -torch.inf, peak + torch.log(total))
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """A sink, one a head, takes exp(sink) of the softmax's sum, and nothing of the values."""
+    if sinks is None:
+        return out
+    lse = torch.where(lse == -torch.inf, 0.0, lse)  # out is 0 there; and a sink of -inf, which is none, is nobody's NaN
+    left = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return (out * per_row(left)).to(out.dtype)
 
 
 def accumulate(

@@ -68,6 +68,8 @@ def axes(mesh: DeviceMesh | None) -> tuple[Axis, Axis]:
     """
     if mesh is None:
         return ALONE, ALONE
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh is a {type(mesh).__name__}: make it with usp.init_mesh, or give None for one process")
     names = mesh.mesh_dim_names or ()
     if missing := [name for name in ("ring", "ulysses") if name not in names]:
         raise ValueError(f"the mesh has the axes {names} and lacks {missing}; give it one of size 1 if it is not used")

@@ -41,6 +41,12 @@ class Run(NamedTuple):
     step: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
 
+    def between(self, first: int, end: int) -> Run:
+        """The part at positions [first, end); without any, the count is 0."""
+        skip = max(0, -((self.start - first) // self.step))
+        last = min(self.count, -((self.start - end) // self.step))
+        return Run(self.start + skip * self.step, self.step, max(0, last - skip))
+
 
 @dataclass(frozen=True)
 class Partition:

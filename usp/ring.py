@@ -34,6 +34,7 @@ from usp.blocks import (
     Block,
     Columns,
     Step,
+    Tokens,
     batch_rows,
     blocks,
     carried,
@@ -75,7 +76,7 @@ class Pass:
 
     mask: Mask
     queries: Partition
-    keys: Partition
+    keys: Tokens
     ring: Axis
     how: How
     reach: int | None = None
@@ -155,7 +156,7 @@ class Work(NamedTuple):
 
 
 @lru_cache(maxsize=8)  # a pass asks for its own and one source's, block by block
-def _positions(tokens: Partition, rank: int, row: int) -> Tensor:
+def _positions(tokens: Tokens, rank: int, row: int) -> Tensor:
     """Global positions of a ring rank's tokens, on the CPU."""
     parts = [torch.arange(run.count, device="cpu") * run.step + run.start for run in tokens.runs(rank, row)]
     return torch.cat(parts)
@@ -175,7 +176,7 @@ def interned(plan: Pass) -> Pass:
 def _handle(
     mask: Mask,
     queries: Partition,
-    keys: Partition,
+    keys: Tokens,
     ring: tuple,
     how: tuple,
     scores: tuple,
@@ -256,7 +257,7 @@ def attend(
     ring: Axis,
     mask: Mask,
     tokens: Partition,
-    keys: Partition,
+    keys: Tokens,
     how: How,
     local: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -293,6 +294,7 @@ def check_call(
             "regions, or make it with Mask.from_attention_mask, .from_cu_seqlens or .from_position_ids; a dense mask "
             "would make every rank compute and send everything"
         )
+    check_tensors(q=q, k=k, v=v)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"{shapes}: each must be (batch, seq, heads, head_dim)")
@@ -312,6 +314,17 @@ def check_call(
         raise ValueError(f"the mask or a start tells {rows} batch rows apart, but the batch is {q.shape[0]}")
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r} is not one of {EXCHANGES}")
+
+
+def check_tensors(**named: object) -> None:
+    """All of them are tensors.
+
+    Raises:
+        ValueError: naming the first that is not.
+    """
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__} and not a tensor")
 
 
 def check_ends(mask: Mask, tokens: Partition, beside: Partition | None = None) -> None:
@@ -475,19 +488,8 @@ def _arrivals(plan: Pass, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, 
         return
     numels = [_numel(columns, k, v) for columns in plan.columns]
     exchange = comm.Exchange(plan.ring.group, "ring", max(numels), k.dtype, k.device)
-    held: dict[int, Tensor] = {}
-    if plan.columns[home]:
-        held[home] = exchange.empty(numels[home])
-        _pack(k, v, plan.columns[home], held[home])
-    for step in plan.steps:
-        receive = [(hop, numels[hop.source]) for hop in (step.receive,) if hop]
-        arriving = exchange.start([(hop, held[hop.source]) for hop in step.send], receive)
-        yield step, *((k, v) if step.source in (home, None) else _unpack(held[step.source], k, v))
-        exchange.wait()
-        for source in step.spent:
-            if source in held:
-                exchange.recycle(held.pop(source))
-        held.update((hop.source, buffer) for (hop, _), buffer in zip(receive, arriving, strict=True))
+    for step, message in exchange.travel(plan.steps, numels, home, lambda x: _pack(k, v, plan.columns[home], x)):
+        yield step, *((k, v) if message is None else _unpack(message, k, v))
 
 
 class _RingGradients:

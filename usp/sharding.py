@@ -128,6 +128,8 @@ def positions(
 def checked_axes(mesh: DeviceMesh | None, tokens: Partition) -> tuple[Axis, Axis]:
     """The mesh's axes, if the partition was made for them."""
     ring, ulysses = axes(mesh)
+    if not isinstance(tokens, Partition):
+        raise ValueError(f"tokens is a {type(tokens).__name__}: make it with usp.partition(seq, mesh, layout)")
     if (ring.size, ulysses.size) != (tokens.ring, tokens.ulysses):
         raise ValueError(
             f"the partition is for ring={tokens.ring} x ulysses={tokens.ulysses}, the mesh has ring={ring.size} x "

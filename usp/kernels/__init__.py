@@ -144,6 +144,11 @@ def reach(backend: str, dtype: torch.dtype, scores: Scores) -> int | None:
     return max(1, int(sdpa.REACH[dtype] / max(scores.alibi)))
 
 
+def copies(backend: str, head_dim: int, head_dim_v: int, scores: Scores) -> bool:
+    """Whether a call makes a copy of its keys or values: of another dtype, or with more columns."""
+    return backend != "sdpa" or head_dim != head_dim_v or scores.alibi is not None
+
+
 def forward(
     backend: str, q: Tensor, k: Tensor, v: Tensor, block: Block, terms: Terms, *, centred: bool = False
 ) -> tuple[Tensor, Tensor]:
