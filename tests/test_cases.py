@@ -33,10 +33,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import usp
-from tests import compiled, hybrid, oracle, pool
+import usp.inference
+from tests import compiled, hybrid, inference, oracle, pool
 from usp import Mask, Partition, comm, kernels
 from usp.blocks import blocks
+from usp.inference.volumes import DECODE, PREFILL
 from usp.kernels.scores import Terms
+from usp.ledger import OWNERS, Ledger
 from usp.mesh import axes
 
 ROWS = json.loads(Path(__file__).with_name("cases.json").read_text())
@@ -960,6 +963,132 @@ def balanced_work(row: dict) -> list[int]:
     return [sum(block.pairs for s in shares for block in blocks(call.mask, tokens, r, tokens, s)) for r in shares]
 
 
+# ---------------------------------------------------------------------------------------------------
+# A cache that grows.
+
+
+EVENTS = {"turn": inference.Turn, "decode": inference.Decode}
+
+
+def story(ranks, row: dict) -> str:
+    """Turns and steps by every decode algorithm, each equal to float64 on every rank; keys that move are refused."""
+    count = 0
+    for variant in row.get("variants", [{}]):
+        told = row | variant
+        for algorithm in DECODE:
+            events = []
+            for event in told["events"]:
+                name = next(name for name in EVENTS if name in event)
+                how = {key: value for key, value in event.items() if key != name}
+                how |= {"algorithm": algorithm} if name == "decode" else {}
+                value = tuple(event[name]) if name == "turn" else event[name]
+                events.append(EVENTS[name](value, **how))
+            sizes = {name: told[name] for name in ("batch", "heads", "kv_heads")} | {"block": told.get("block", 4)}
+            case = inference.Story(*told["mesh"], tuple(events), dtype=torch.float32, **sizes)
+            ranks(case.ring * case.ulysses)(inference.check, case)
+            count += 1
+    refusal = on_ranks(ranks(row["mesh"][0] * row["mesh"][1]), _moving_keys, row["mesh"])[0]
+    return f"equal to float64 in {count} runs, {len(DECODE)} algorithms; refused: {refusal}"
+
+
+def _cache(mesh, row: dict, **more) -> usp.inference.KVCache:
+    sizes = {"batch": 1, "capacity": 64, "kv_heads": 1, "head_dim": 8, "dtype": torch.float32}
+    sizes |= {name: row[name] for name in ("batch", "capacity", "kv_heads") if name in row}
+    return usp.inference.KVCache(mesh, **sizes | more)
+
+
+def _moving_keys(shape: list[int]) -> str:
+    mesh = pool.mesh(*shape)
+    x = torch.ones(1, 1, 1, 8)
+    with pytest.raises(ValueError, match="algorithm='pass_kv'") as refused:
+        usp.inference.decode_attention(x, x, x, mesh, _cache(mesh, {}), mask=Mask(True), algorithm="pass_kv")
+    return str(refused.value)
+
+
+def even(ranks, row: dict) -> str:
+    for owner in OWNERS:
+        tokens = Partition(row["prompt"], "zigzag", row["ring"])
+        ledger = before = Ledger.empty(row["ring"], 1).turned(tokens, [[tokens.span()]])
+        for step in range(row["steps"]):
+            ledger = ledger.dealt((1,), row["block"], owner)
+            assert max(ledger.counts[0]) - min(ledger.counts[0]) <= row["block"]
+            assert sum(ledger.counts[0]) == row["prompt"] + step + 1
+        grown = [b - a for a, b in zip(before.counts[0], ledger.counts[0], strict=True)]
+        assert max(grown) <= -(-row["steps"] // row["ring"])
+    return f"{ledger.counts[0]} tokens"
+
+
+def choice(ranks, row: dict) -> str:
+    """What `auto` does for the last tokens of a sequence, and that all algorithms find the same."""
+    found = on_ranks(ranks(2), _choice, row)[0]
+    assert found == row["expect"], found
+    return f"by new tokens of {row['length']}: {found}; all equal to float64"
+
+
+def _choice(row: dict) -> dict[str, str]:
+    mesh, found = pool.mesh(*row["mesh"]), {}
+    length, batch, shape = row["length"], row["batch"], (row["heads"], row["kv_heads"], row["kv_heads"])
+    q, k, v = (normal(n, batch, length, heads, 8).float() for n, heads in enumerate(shape))
+    seen = torch.ones(length, length, dtype=torch.bool).tril().expand(batch, -1, -1)
+    expected, _ = oracle.attention(q.double(), k.double(), v.double(), seen)
+    for new in row["expect"]:
+        outs = []
+        for algorithm in (*PREFILL, "auto"):
+            cache = _cache(mesh, row, block=1)
+            cache.append(k[:, : length - int(new)], v[:, : length - int(new)])
+            tokens = usp.partition(int(new), mesh, "zigzag", start=cache.start)
+            shards = (usp.shard(x[:, length - int(new) :], mesh, tokens) for x in (q, k, v))
+            out, report = usp.inference.prefill_attention(
+                *shards, mesh, tokens, cache, mask=Mask(True), algorithm=algorithm
+            )
+            outs.append(usp.unshard(out, mesh, tokens))
+            found[new] = report.algorithm
+        assert max((out - expected[:, length - int(new) :]).abs().max() for out in outs) < 1e-5
+        assert max((out - outs[0]).abs().max() for out in outs) < 1e-6
+    return found
+
+
+def full_cache(ranks, row: dict) -> str:
+    answers = on_ranks(ranks(2), _full_cache, row)
+    assert all("17" in text and "16" in text for text in answers)
+    return f"equal to float64 until it is full; refused: {answers[0]}"
+
+
+def _full_cache(row: dict) -> str:
+    """Steps until there is no room; what the refusal says."""
+    mesh, capacity = pool.mesh(*row["mesh"]), row["capacity"]
+    angles = torch.arange(capacity + 1)[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    q, k, v = (normal(n, 1, capacity + 1, heads, 8) for n, heads in enumerate((row["heads"], 1, 1)))
+
+    def rotated(x: Tensor, at: Tensor) -> Tensor:
+        a, b = x[..., :4], x[..., 4:]
+        return torch.cat([a * cos[at] - b * sin[at], a * sin[at] + b * cos[at]], 3)
+
+    everywhere = torch.arange(capacity + 1)
+    seen = torch.ones(1, capacity + 1, capacity + 1, dtype=torch.bool).tril()
+    expected, _ = oracle.attention(rotated(q, everywhere), rotated(k, everywhere), v, seen)
+    cache = _cache(mesh, row)
+    tokens = usp.partition(row["prompt"], mesh, "zigzag")
+    prompt = (usp.shard(x[:, : row["prompt"]].float(), mesh, tokens) for x in (q, k, v))
+    q_, k_, v_ = prompt
+    at = usp.positions(mesh, tokens)[0]
+    out, _ = usp.inference.prefill_attention(
+        rotated(q_, at).float(), rotated(k_, at).float(), v_, mesh, tokens, cache, mask=Mask(True)
+    )
+    assert (usp.unshard(out, mesh, tokens) - expected[:, : row["prompt"]]).abs().max() < 1e-5
+    while True:
+        n, now = cache.lengths[0], torch.tensor(cache.lengths)
+        step = (rotated(q[:, n : n + 1], now), rotated(k[:, n : n + 1], now), v[:, n : n + 1])
+        call = usp.inference.decode_attention, *(x.float() for x in step), mesh, cache
+        if n == capacity:
+            with pytest.raises(ValueError, match="capacity") as refused:
+                call[0](*call[1:], mask=Mask(True))
+            assert cache.lengths == (capacity,)
+            return str(refused.value)
+        assert (call[0](*call[1:], mask=Mask(True)) - expected[:, n : n + 1]).abs().max() < 1e-5
+
+
 OPERATIONS: dict[str, Callable] = {
     "attention": attention,
     "balance": balance,
@@ -969,10 +1098,13 @@ OPERATIONS: dict[str, Callable] = {
         for function in (
             *(
                 bad_meshes,
+                choice,
                 compiled_once,
                 copies,
                 degenerate,
                 entry_points,
+                even,
+                full_cache,
                 half,
                 joint,
                 layout,
@@ -980,7 +1112,7 @@ OPERATIONS: dict[str, Callable] = {
                 memory,
                 merge,
             ),
-            *(merge_orders, multiple, one_layout, padding, parts, rank_fails, replicas, sequence),
+            *(merge_orders, multiple, one_layout, padding, parts, rank_fails, replicas, sequence, story),
         )
     },
 }

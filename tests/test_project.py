@@ -17,8 +17,17 @@ import pytest
 import usp
 
 ROOT = Path(__file__).parent.parent
-PURE = {"masks", "partitions", "blocks", "heads", "balance"}
-LAYERS = [PURE, {"mesh", "merging"}, {"comm"}, {"kernels"}, {"sharding", "ulysses", "ring"}, {"attention"}, {"nn"}]
+PURE = {"masks", "partitions", "ledger", "blocks", "heads", "balance"}
+LAYERS = [
+    PURE,
+    {"mesh", "merging"},
+    {"comm"},
+    {"kernels"},
+    {"sharding", "ulysses", "ring"},
+    {"attention"},
+    {"inference"},
+    {"nn"},
+]
 HOMES = {
     "flash_attn": "kernels",
     "hydra": "experiments",
@@ -41,6 +50,7 @@ PUBLIC = {
     "heads_to_sequence": "(x, mesh, *, plan)",
     "hybrid_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, joint, replicate_kv, sinks, scale, softcap, "
     "alibi, bias, dropout, exchange, backend, float32_delta, check_ranks, return_lse)",
+    "inference": None,
     "init_mesh": "(*, ring, ulysses, data, order, device_type)",
     "measure_traffic": "()",
     "merge": "(out_a, lse_a, out_b, lse_b)",
@@ -52,6 +62,18 @@ PUBLIC = {
     "sequence_to_heads": "(x, mesh, *, plan)",
     "shard": "(x, mesh, tokens, *, dim, fill)",
     "unshard": "(x, mesh, tokens, *, dim)",
+}
+
+
+OF_INFERENCE = {
+    "KVCache": "(mesh, *, batch, capacity, kv_heads, head_dim, head_dim_v, dtype, block, owner, replicate_kv, heads, "
+    "device)",
+    "Rates": "(flops_per_s, bytes_per_s, latency_s)",
+    "Report": None,
+    "decode_attention": "(q, k, v, mesh, cache, *, mask, algorithm, gather, new, sinks, scale, softcap, alibi, bias, "
+    "backend, check_ranks, return_lse)",
+    "prefill_attention": "(q, k, v, mesh, tokens, cache, *, mask, algorithm, rates, sinks, scale, softcap, alibi, "
+    "bias, backend, check_ranks, return_lse)",
 }
 
 
@@ -103,10 +125,11 @@ def test_no_file_without_a_subject():
     assert not {path.stem for path in sources()} & {"utils", "common", "helpers", "misc"}
 
 
-def test_public_names():
-    assert set(usp.__all__) == set(PUBLIC) == set(dir(usp))
-    for name, expected in PUBLIC.items():
-        value = getattr(usp, name)
+@pytest.mark.parametrize(("module", "names"), [(usp, PUBLIC), (usp.inference, OF_INFERENCE)], ids=["usp", "inference"])
+def test_public_names(module, names):
+    assert set(module.__all__) == set(names) == set(dir(module))
+    for name, expected in names.items():
+        value = getattr(module, name)
         assert inspect.getdoc(value)
         if expected:
             text, starred = [], False
@@ -115,8 +138,8 @@ def test_public_names():
                     text, starred = [*text, "*"], True
                 text.append(parameter.name)
             assert f"({', '.join(text)})" == expected, name
-    with pytest.raises(AttributeError, match=r"usp.*no attribute 'ring_attn'"):
-        usp.ring_attn  # noqa: B018
+    with pytest.raises(AttributeError, match=rf"{module.__name__}.*no attribute 'ring_attn'"):
+        module.ring_attn  # noqa: B018
 
 
 def python(code: str, path: Path) -> str:
@@ -129,7 +152,7 @@ def python(code: str, path: Path) -> str:
 
 def test_the_pure_part_does_not_load_torch():
     code = (
-        "import sys, usp, usp.blocks\n"
+        "import sys, usp, usp.blocks, usp.inference.volumes\n"
         "tokens, mask = usp.Partition(8, 'zigzag', 2), usp.Mask(causal=True)\n"
         "assert usp.blocks.blocks(mask, tokens, 0, tokens, 1)\n"
         "print('torch' in sys.modules)"
@@ -181,6 +204,7 @@ def test_the_readme_shows_the_example():
 
 
 EXAMPLES = {
+    "decode": "pass_kv, lengths (1023, 1021), out (2, 4, 8, 64), on ring ranks (516, 507)",
     "minimal": "out (1, 250, 8, 64), whole (1, 1000, 8, 64)",
     "diffusion_block": "image (1, 250, 96), text (1, 77, 96)",
 }

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from usp import inference as inference
     from usp.attention import Joint as Joint
     from usp.attention import hybrid_attention as hybrid_attention
     from usp.comm import Traffic as Traffic
@@ -49,10 +50,13 @@ _HOMES = {
     "shard": "sharding",
     "unshard": "sharding",
 }
-__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+_PACKAGES = ["inference"]
+__all__ = [*_HOMES, *_PACKAGES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str):
+    if name in _PACKAGES:
+        return import_module(f"usp.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'usp' has no attribute {name!r}")
     return getattr(import_module(f"usp.{_HOMES[name]}"), name)
