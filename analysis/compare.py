@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import correlation, median
 
 from analysis import published
+from usp.inference.volumes import Rates, exposed
 
 
 @dataclass(frozen=True)
@@ -104,26 +106,37 @@ def groups(records: list[dict]) -> list[Group]:
     to cores that do it in the median time of all points of the machine: other tenants slow cores down for seconds.
     """
     members: dict[str, list[dict]] = {}
-    probes: dict[str, list[float]] = {}
     for record in records:
         if record["experiment"] != "attention":
             continue
         machine = record["machine"]["id"]
         key = f"{family(record)} {record['config']['seq']} {record['config']['published']['length']} {machine}"
         members.setdefault(key, []).append(record)
+    usual = usual_probes(record for found in members.values() for record in found)
+    return [_group(found, usual) for found in members.values()]
+
+
+def usual_probes(records: Iterable[dict]) -> dict[str, float]:
+    """By machine, the median of what the probe took beside each point whose speed is of CPU time."""
+    probes: dict[str, list[float]] = {}
+    for record in records:
         if probe_s := record.get("summary", {}).get("probe_s"):
-            probes.setdefault(machine, []).append(probe_s)
-    usual = {machine: median(found) for machine, found in probes.items()}
-    return [_group(found, usual.get(found[0]["machine"]["id"])) for found in members.values()]
+            probes.setdefault(record["machine"]["id"], []).append(probe_s)
+    return {machine: median(found) for machine, found in probes.items()}
 
 
-def _group(records: list[dict], usual_probe_s: float | None) -> Group:
+def adjusted(record: dict, usual: dict[str, float]) -> float:
+    """What the speed of a point is multiplied with, and its seconds are divided by, to be those of usual cores."""
+    probe_s = record.get("summary", {}).get("probe_s")
+    return probe_s / usual[record["machine"]["id"]] if probe_s else 1.0
+
+
+def _group(records: list[dict], usual: dict[str, float]) -> Group:
     records = sorted(records, key=lambda r: (r["config"]["mesh"]["ring"], r["config"]["mesh"]["ulysses"]))
     rows = [published.find(record["config"]) for record in records]
-    probes = [record.get("summary", {}).get("probe_s") for record in records]
-    adjusted = [probe / usual_probe_s if probe and usual_probe_s else 1.0 for probe in probes]
+    factors = [adjusted(record, usual) for record in records]
     measured = [speed(record) for record in records]
-    speeds = [None if x is None else x * factor for x, factor in zip(measured, adjusted, strict=True)]
+    speeds = [None if x is None else x * factor for x, factor in zip(measured, factors, strict=True)]
     best = max((x for x in speeds if x is not None), default=math.nan)
     there = max((row.calls_per_s for row in rows if row and row.calls_per_s), default=math.nan)
     lines = [
@@ -135,6 +148,76 @@ def _group(records: list[dict], usual_probe_s: float | None) -> Group:
             row,
             None if row is None or row.calls_per_s is None else row.calls_per_s / there,
         )
-        for record, factor, x, row in zip(records, adjusted, speeds, rows, strict=True)
+        for record, factor, x, row in zip(records, factors, speeds, rows, strict=True)
     ]
     return Group(tuple(lines), records[0]["config"]["published"]["table"])
+
+
+# ---------------------------------------------------------------------------------------------------
+# Inference.
+
+KEYS, QUERIES = "pass_kv", "pass_q"  # what travels
+
+
+def inference_family(record: dict) -> str:
+    """What points of experiments.decode or experiments.prefill have in common in one table: its title."""
+    config = record["config"]
+    workload = config["workload"]
+    mesh = f"u{config['mesh']['ulysses']}r{config['mesh']['ring']}"
+    heads = f"{workload['heads']}/{workload['kv_heads']} heads x {workload['head_dim']}"
+    if record["experiment"] == "prefill":
+        own = mesh, config["layout"]["name"], f"{config['total']:,} tokens", f"batch {config['batch']}"
+    else:
+        out = "out everywhere" if config["gather"] else "out where the algorithm leaves it"
+        window = [] if config["window"] is None else [f"window {config['window']}"]
+        usual = [] if (config["block"], config["owner"]) == (16, "rotate") else [f"{config['owner']} {config['block']}"]
+        own = f"{config['context']:,} tokens in the cache", f"{config['seq']} new", *window, *usual, out
+    return ", ".join(
+        (
+            heads,
+            *own,
+            config["dtype"],
+            *([] if config["backend"] == "auto" else [f"backend {config['backend']}"]),
+            *([] if config["device"] == "auto" else [f"device {config['device']}"]),
+            *([] if config["seed"] == 0 else [f"seed {config['seed']}"]),
+        )
+    )
+
+
+def crossovers(records: Iterable[dict]) -> dict[str, str]:
+    """From which share of cached tokens queries travel at less cost than keys, by what is called the cost.
+
+    Records are prefills with a result that differ in share and algorithm. By rates: with the median of the rates that
+    were measured beside all of them.
+    """
+    costs: dict[str, dict[float, dict[str, float]]] = {"sizes": {}, "rates": {}, "bytes": {}, "seconds": {}}
+    records = list(records)
+    rates = Rates(*(median(record["summary"]["rates"][key] for record in records) for key in Rates._fields))
+    for record in records:
+        if (algorithm := record["config"]["algorithm"]) not in (KEYS, QUERIES):
+            continue
+        found, report, at = record["summary"], record["ranks"][0]["report"], record["config"]["share"]
+        sizes = (
+            report[key] for key in ("ring", "kv_bytes", "gathered_bytes", "q_bytes", "partial_bytes", "step_flops")
+        )
+        for cost, seconds in (("sizes", found["by_sizes_s"]), ("rates", exposed(*sizes, rates))):
+            costs[cost][at] = {name: seconds[name] for name in (KEYS, QUERIES)}
+        costs["bytes"].setdefault(at, {})[algorithm] = found["sent_bytes"]
+        costs["seconds"].setdefault(at, {})[algorithm] = found["wall_s"]
+    return {cost: crossover(by_share) for cost, by_share in costs.items()}
+
+
+def crossover(costs: Mapping[float, Mapping[str, float]]) -> str:
+    """In words: where pass_q begins to cost less than pass_kv as the share grows; shares without both are left out."""
+    both = sorted((at, pair[QUERIES], pair[KEYS]) for at, pair in costs.items() if {KEYS, QUERIES} <= pair.keys())
+    if not both:
+        return "no share with both"
+    if all(queries == keys for _, queries, keys in both):
+        return "equal at every share"
+    less = [queries < keys for _, queries, keys in both]
+    if len(set(less)) == 1:
+        return f"{QUERIES if less[0] else KEYS} at every share"
+    first = less.index(True)
+    if all(less[first:]):
+        return f"between {both[first - 1][0]:g} and {both[first][0]:g}"
+    return f"none: {QUERIES} at {', '.join(f'{at:g}' for (at, _, _), wins in zip(both, less, strict=True) if wins)}"

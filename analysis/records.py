@@ -150,6 +150,15 @@ def to_parquet(records: list[dict], path: Path) -> Path:
     return part.replace(path)
 
 
+def pictures(experiment: str, records: list[dict], folder: Path) -> list[Path]:
+    """Draw what there is to draw of an experiment's records."""
+    if experiment != "attention":
+        return []
+    from analysis import figures
+
+    return [draw(records, folder / f"{draw.__name__}.png") for draw in (figures.speed, figures.heatmap)]
+
+
 def _part(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -204,14 +213,17 @@ def main() -> None:
     if arguments.merge:
         print(f"{merge(records, arguments.merge)} records: {arguments.merge}")
     if arguments.report:
-        from analysis import figures, tables
+        from analysis import tables
 
-        records = [record for record in records if record["experiment"] == "attention"]
-        if not records:
-            sys.exit("no records of experiments.attention")
-        tables.show(records)
-        for draw in (figures.speed, figures.heatmap):
-            print(draw(records, arguments.folders[0] / f"{draw.__name__}.png"))
+        some = False
+        for experiment, show in tables.SHOWN.items():
+            if members := [record for record in records if record["experiment"] == experiment]:
+                some = True
+                show(members)
+                for path in pictures(experiment, members, arguments.folders[0]):
+                    print(path)
+        if not some:
+            sys.exit(f"no records of {', '.join(f'experiments.{name}' for name in tables.SHOWN)}")
     if not (arguments.csv or arguments.parquet or arguments.merge or arguments.report):
         from analysis import tables
 

@@ -138,8 +138,8 @@ def listing(records: list[dict]) -> None:
             record["config"]["name"],
             record["point"],
             record["status"],
-            f"{found['speed_per_s']:.2f}" if found else "",
-            f"{max(found['errors'].values()):.1e}" if found and found["errors"] else "",
+            f"{found['speed_per_s']:.2f}" if found and "speed_per_s" in found else "",
+            f"{max(found['errors'].values()):.1e}" if found and found.get("errors") else "",
             (record["commit"] or "none")[:7] + ("+" if record["dirty"] else ""),
             record["machine"]["id"],
             record["started"][:19].replace("T", " "),
@@ -151,3 +151,138 @@ def listing(records: list[dict]) -> None:
         f"{statuses.count(status)} {status}" for status in sorted(set(statuses), key=lambda x: (x != "ok", x))
     )
     console.print(f"{len(records)} records: {counted}. A + marks a commit with changes that were not committed.")
+
+
+ERROR = "Error: the largest of out and lse, against float64, relative to the largest value."
+STEP_CLOCKS = {
+    "cpu": "Clock cpu: CPU time that the slowest rank computes, outside communication, adjusted to equally fast cores: "
+    "ranks share cores. Wall time then is of all ranks of a core one after the other.",
+    "wall": "Clock wall: every rank has a device or a core of its own.",
+}
+
+
+def show_decode(records: list[dict]) -> None:
+    """A table for each context and workload, a section for each mesh and batch."""
+    console, usual = _console(), compare.usual_probes(records)
+    for title, members in _families(records).items():
+        table = _inference_table(title, members, ("mesh", "batch", "algorithm", "error"))
+        for column in ("bytes\ncounted", "bytes\nformula", "messages", "ms a token", "clock", "wall ms\na token"):
+            table.add_column(column, justify="right")
+        members.sort(key=lambda x: (x["config"]["mesh"]["ring"], x["config"]["mesh"]["ulysses"], x["config"]["batch"]))
+        before = None
+        for record in members:
+            config, found = record["config"], record.get("summary")
+            mesh = f"u{config['mesh']['ulysses']}r{config['mesh']['ring']}"
+            if before not in (None, (mesh, config["batch"])):
+                table.add_section()
+            before = mesh, config["batch"]
+            cells = [mesh, str(config["batch"]), config["algorithm"], _error_cell(record)]
+            if found:
+                out = f" + {found['out_bytes']:,}" if found["out_bytes"] else ""
+                cells += [f"{found['sent_bytes']:,}", f"{found['formula_bytes']:,}{out}", str(found["messages"])]
+                cells += [f"{1e3 * found['token_s'] / compare.adjusted(record, usual):.3f}", found["clock"]]
+                cells += [f"{1e3 * found['wall_token_s']:.3f}"]
+            table.add_row(*cells)
+        console.print(table)
+    _print_clocks(console, records)
+    console.print(
+        "Bytes and messages: of one step, sent by the rank that sends most, without the agreement of ranks. A token: "
+        f"of every sequence of the batch. {ERROR}",
+        style="dim",
+    )
+
+
+def show_prefill(records: list[dict]) -> None:
+    """A table for each mesh, layout and length, a section for each share, and where the crossover is."""
+    console = _console()
+    for title, members in _families(records).items():
+        table = _inference_table(title, members, ("cached", "algorithm", "error"))
+        columns = "MB\nsent", "messages", "exposed ms\nby sizes", "exposed ms\nby rates", "wall ms", "computed\nms"
+        for column in columns:
+            table.add_column(column, justify="right")
+        members.sort(key=lambda record: record["config"]["share"])
+        before = None
+        for record in members:
+            config, found = record["config"], record.get("summary")
+            if before not in (None, config["share"]):
+                table.add_section()
+            before, algorithm = config["share"], config["algorithm"]
+            if found and algorithm == "auto":
+                algorithm = f"auto: {found['chosen']}"
+            cells = [f"{config['share']:g}", algorithm, _error_cell(record)]
+            if found:
+                cells += [f"{found['sent_bytes'] / 1e6:.3f}", str(found["messages"])]
+                cells += [f"{1e3 * found[cost][found['chosen']]:.3f}" for cost in ("by_sizes_s", "by_rates_s")]
+                computed = "-" if found["compute_s"] is None else f"{1e3 * found['compute_s']:.1f}"
+                cells += [f"{1e3 * found['wall_s']:.1f}", computed]
+            table.add_row(*cells)
+        console.print(table)
+        good = [record for record in members if record["status"] == "ok"]
+        if good:
+            if len({(record["config"]["share"], record["summary"]["chosen"]) for record in good}) > 1:
+                console.print(crossover_line(good))
+            rates = [record["summary"]["rates"] for record in good]
+            spread = (
+                ("flops_per_s", 1e-9, "GFLOP/s"),
+                ("bytes_per_s", 1e-9, "GB/s a hop"),
+                ("latency_s", 1e6, "us a message"),
+            )
+            texts = [
+                f"{min(some):.3g} to {max(some):.3g} {unit}"
+                for some, unit in (([x[key] * factor for x in rates], unit) for key, factor, unit in spread)
+            ]
+            console.print(f"Rates measured beside the points: {', '.join(texts)}.\n")
+    console.print(
+        "Exposed: communication that no computation hides, as predicted; by sizes: 1 GB/s and nothing hidden. Wall: of "
+        f"a whole call of the slowest rank. Computed: CPU time of the slowest rank outside communication. {ERROR}",
+        style="dim",
+    )
+
+
+def crossover_line(records: list[dict]) -> str:
+    """Where queries begin to travel at less cost than keys, predicted and measured, of prefills with a result."""
+    found = compare.crossovers(records)
+    return (
+        f"pass_q costs less than pass_kv from which share on? Predicted by sizes: {found['sizes']}; by measured rates: "
+        f"{found['rates']}. Measured bytes: {found['bytes']}; wall seconds: {found['seconds']}."
+    )
+
+
+def _families(records: list[dict]) -> dict[str, list[dict]]:
+    """By title."""
+    several = len({record["machine"]["id"] for record in records}) > 1
+    found: dict[str, list[dict]] = {}
+    for record in records:
+        machine = f"machine {record['machine']['id']}, " if several else ""
+        found.setdefault(machine + compare.inference_family(record), []).append(record)
+    return found
+
+
+def _inference_table(title: str, records: list[dict], columns: tuple[str, ...]) -> Table:
+    good = [record["summary"] for record in records if record["status"] == "ok"]
+    about = sorted({f"{found['device']}, {' + '.join(found['kernels'])}" for found in good})
+    table = Table(
+        title=f"{title}\n({'; '.join(about) or 'no result'})",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for column in columns:
+        table.add_column(column, justify="right" if column == "batch" else "left")
+    return table
+
+
+def _error_cell(record: dict) -> str:
+    """The largest error, or why there is none."""
+    if record["status"] != "ok":
+        return record["status"]
+    errors = record["summary"]["errors"]
+    return f"{max(errors.values()):.1e}" if errors else "-"
+
+
+def _print_clocks(console: Console, records: list[dict]) -> None:
+    for clock in sorted({record["summary"]["clock"] for record in records if record["status"] == "ok"}):
+        console.print(STEP_CLOCKS[clock], style="dim")
+
+
+SHOWN = {"attention": show, "decode": show_decode, "prefill": show_prefill}  # by experiment

@@ -22,6 +22,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 import usp
 from analysis import published
 from experiments.ranks import FIRST
+from usp.inference.volumes import DECODE, PREFILL
+from usp.ledger import OWNERS
 from usp.ring import EXCHANGES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -33,6 +35,9 @@ Device = Enum("Device", ["auto", "cpu", "cuda"])
 Reference = Enum("Reference", ["whole", "rows", "none"])
 Exchange = Enum("Exchange", list(EXCHANGES))
 Backend = Enum("Backend", ["auto", *usp.backends()])
+DecodeAlgorithm = Enum("DecodeAlgorithm", ["auto", *DECODE])
+PrefillAlgorithm = Enum("PrefillAlgorithm", ["auto", *PREFILL])
+Owner = Enum("Owner", list(OWNERS))
 Table = Enum("Table", list(published.TITLES))
 
 
@@ -74,35 +79,70 @@ class Published:
 
 
 @dataclass
-class Attention:
-    """Configuration of experiments.attention."""
+class Point:
+    """What every experiment's configuration has."""
 
     mesh: Mesh = field(default_factory=Mesh)
     workload: Workload = field(default_factory=Workload)
-    layout: Layout = field(default_factory=Layout)
     measure: Measure = field(default_factory=Measure)
-    published: Published = field(default_factory=Published)
-    seq: int = 4096
-    causal: bool = True
-    window: int | None = None
     dtype: Dtype = Dtype["float32"]
-    backward: bool = True
-    exchange: Exchange = Exchange["ring"]
     backend: Backend = Backend["auto"]
     device: Device = Device["auto"]
     seed: int = 0
     timeout_s: float = 300.0  # a point that takes longer is ended, with the stack of every rank in its record
     force: bool = False  # measure again what has a good record
-    name: str = "attention"
+    name: str = MISSING
     results: str = "results/${name}"
+
+
+@dataclass
+class Attention(Point):
+    """Configuration of experiments.attention."""
+
+    layout: Layout = field(default_factory=Layout)
+    published: Published = field(default_factory=Published)
+    seq: int = 4096
+    causal: bool = True
+    window: int | None = None
+    backward: bool = True
+    exchange: Exchange = Exchange["ring"]
+    name: str = "attention"
+
+
+@dataclass
+class Decode(Point):
+    """Configuration of experiments.decode."""
+
+    context: int = 4096  # tokens of each sequence that the cache holds before a step
+    batch: int = 1  # sequences
+    seq: int = 1  # new tokens of each in a step
+    algorithm: DecodeAlgorithm = DecodeAlgorithm["helix"]
+    gather: bool = False  # give every rank all of out
+    window: int | None = None
+    block: int = 16  # tokens that go to one ring rank before the next one's turn
+    owner: Owner = Owner["rotate"]  # who gets the next block
+    name: str = "decode"
+
+
+@dataclass
+class Prefill(Point):
+    """Configuration of experiments.prefill."""
+
+    layout: Layout = field(default_factory=Layout)
+    total: int = 4096  # tokens of each sequence after the call
+    share: float = 0.5  # of them, how many the cache holds before it
+    batch: int = 1  # sequences
+    algorithm: PrefillAlgorithm = PrefillAlgorithm["auto"]
+    name: str = "prefill"
 
 
 NOT_MEASURED = ("timeout_s", "force", "name", "results")  # what does not change what a point is
 
 
 def register() -> None:
-    """Make the schema and the resolver `scaled` known to Hydra."""
-    ConfigStore.instance().store("schema", Attention)
+    """Make the schemas and the resolver `scaled` known to Hydra."""
+    for schema in (Attention, Decode, Prefill):
+        ConfigStore.instance().store(f"{schema.__name__.lower()}_schema", schema)
     OmegaConf.register_new_resolver("scaled", scaled, replace=True)
 
 
@@ -154,7 +194,8 @@ def entries() -> list[dict]:
 
 def wanted(config: dict) -> bool:
     """Whether a sweep that was asked for a published table alone has this point."""
-    return not config["published"]["only"] or published.find(config) is not None
+    beside = config.get("published")
+    return not (beside and beside["only"]) or published.find(config) is not None
 
 
 def points(config: DictConfig) -> int:
@@ -167,6 +208,8 @@ def points(config: DictConfig) -> int:
         sweep = override.is_sweep_override()
         values = override.sweep_string_iterator() if sweep else [override.get_value_element_as_str()]
         choices[override.get_key_element()] = list(values)
+    if "published" not in config:
+        return math.prod(len(values) for values in choices.values())
     groups = {"mesh", "workload", "layout"}
     read = (*groups, "published", "causal", "window")
     relevant = {key: values for key, values in choices.items() if key.split(".")[0] in read}

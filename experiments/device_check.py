@@ -22,7 +22,7 @@ from torch import Tensor
 
 import usp
 from analysis.records import SCHEMA
-from experiments.attention import provenance, write
+from experiments.points import provenance, write
 from usp import kernels, merging
 from usp.blocks import Block, blocks
 from usp.kernels.scores import Scores, Terms, checked_scores

@@ -1,4 +1,4 @@
-"""What happens on the rank processes: start them, measure one point, tell what was measured.
+"""What happens on the rank processes, whatever they measure: start them, count and time calls, tell what was found.
 
 Imports neither Hydra nor a plotting library, so that ranks start fast.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
-import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -29,11 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import usp
-import usp.nn
 
 RUNNING = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()  # under torchrun this process is one of the ranks
 FIRST = not RUNNING or os.environ["RANK"] == "0"
@@ -74,8 +72,9 @@ def launch(function: Callable[[dict], dict], config: dict, world: int, timeout_s
     if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
         multiprocessing.set_start_method("forkserver", force=True)  # joblib's own is unknown to the ranks
     context = multiprocessing.get_context("forkserver")
-    # The second is what autograd.grad imports when it is given gradients: half a second in every rank of every point.
-    context.set_forkserver_preload(["experiments.ranks", "torch.fx.experimental.symbolic_shapes"])
+    # The last is what autograd.grad imports when it is given gradients: half a second in every rank of every point.
+    preload = ["experiments.ranks", "usp.nn", "usp.inference.decode", "torch.fx.experimental.symbolic_shapes"]
+    context.set_forkserver_preload(preload)
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     alive, lifeline = context.Pipe(duplex=False)  # nothing is ever sent: it closes when this process ends
     kills = _kernel_kills()
@@ -306,6 +305,51 @@ def told(mine: bool) -> bool:
     return said[0]
 
 
+def device() -> torch.device:
+    """This rank's, once it has joined."""
+    cuda = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def wait(_=None) -> None:
+    """Until this rank's device has done what it was given."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def own_core() -> bool:
+    """Whether each rank of the running job has a device or a core of its own, so that wall time tells."""
+    return device().type == "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) <= CORES
+
+
+def counted(call: Callable[[], Any], mesh: DeviceMesh) -> tuple[Any, dict]:
+    """What a call returns, and this rank's sample of it: what it sent, which kernels ran, by how much memory grew."""
+    here = device()
+    before_bytes = reset_peak_memory(here)
+    with usp.measure_traffic() as traffic:
+        result = call()
+        wait()
+    return result, {
+        "rank": dist.get_rank(),
+        "ring_rank": mesh.get_local_rank("ring"),
+        "ulysses_rank": mesh.get_local_rank("ulysses"),
+        "device": torch.cuda.get_device_name(here) if here.type == "cuda" else "cpu",
+        "clock": "wall" if own_core() else "cpu",
+        "bytes": dict(traffic.bytes),
+        "messages": dict(traffic.messages),
+        "kernels": dict(traffic.kernels),
+        "peak_growth_bytes": peak_memory(here) - before_bytes,
+    }
+
+
+def clocked(forward: Callable, backward: Callable | None, **options) -> dict[str, list[float]]:
+    """`timed` as this rank's clock wants it: with probes where ranks share cores; no CPU time of what a device does."""
+    samples = timed(forward, backward, wait, probe=None if own_core() else probe, **options)
+    if device().type == "cuda":
+        samples = {name: values for name, values in samples.items() if not name.endswith("compute_s")}
+    return samples
+
+
 def timed(
     forward: Callable,
     backward: Callable | None,
@@ -314,6 +358,7 @@ def timed(
     warmup: int,
     repeats: int,
     before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
     probe: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of every call on this rank, after `warmup` calls that do not count.
@@ -321,6 +366,7 @@ def timed(
     wall_s; cpu_s, of the whole process; compute_s, CPU time of the calling thread outside communication. Each also of
     the forward part. All ranks start a call together, and none starts the next before all are done. A part is over when
     `wait` has returned for its result: work may go on after a call has returned. `backward` gets forward's result.
+    `before` comes before every call that counts and `after` after every call, outside of what is timed.
     `probe` is taken before and after each call, on all ranks at once; probe_s is the mean of the two.
     """
     samples: dict[str, list[float]] = {part + clock: [] for part in ("", "forward_") for clock in CLOCKS}
@@ -342,6 +388,7 @@ def timed(
         del result
         dist.barrier()
         after_s = probe() if probe else 0.0
+        after()
         if call >= 0:
             samples["probe_s"].append((before_s + after_s) / 2)
             for part, stop in (("forward_", middle), ("", end)):
@@ -367,169 +414,22 @@ def _clocks(traffic: usp.Traffic) -> tuple[float, float, float]:
     return time.perf_counter(), time.process_time(), time.thread_time() - traffic.cpu_s
 
 
-def measure(config: dict) -> dict:
-    """One point on this rank: run the attention, count and time it, hold it against float64."""
-    world = dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    mesh = usp.init_mesh(ring=config["mesh"]["ring"], ulysses=config["mesh"]["ulysses"], device_type=device.type)
-    tokens = usp.partition(config["seq"], mesh, config["layout"]["name"])
-    mask = usp.Mask(causal=config["causal"], window=config["window"])
-    q, k, v, *dout = (usp.shard(_whole(config, n).to(device), mesh, tokens) for n in range(3 + config["backward"]))
-    q, k, v = (x.requires_grad_(config["backward"]) for x in (q, k, v))
-    attention = usp.HybridAttention(mesh, exchange=config["exchange"], backend=config["backend"])
-
-    def forward() -> Tensor:
-        return attention(q, k, v, tokens, mask)
-
-    def backward(out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, (q, k, v), dout)
-
-    def wait(_) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    before_bytes = _reset_peak_memory(device)
-    with usp.measure_traffic() as traffic:
-        out = forward()
-        grads = backward(out) if config["backward"] else ()
-        wait(out)
-    peak_growth_bytes = _peak_memory(device) - before_bytes
-    results = [out.detach(), *grads]
-    own = device.type == "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", world)) <= CORES
-    if device.type == "cuda" and config["measure"]["baseline"]:
-        raise ValueError("measure.baseline=true compares CPU seconds, but each rank has a device: device=cpu")
-    rank = {
-        "rank": dist.get_rank(),
-        "ring_rank": mesh.get_local_rank("ring"),
-        "ulysses_rank": mesh.get_local_rank("ulysses"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "clock": "wall" if own else "cpu",
-        "bytes": dict(traffic.bytes),
-        "messages": dict(traffic.messages),
-        "kernels": dict(traffic.kernels),
-        "peak_growth_bytes": peak_growth_bytes,
-        "error": _errors(config, results, mesh, tokens, mask),
-        "baseline_cpu_s": [],
-    }
-    del out, grads, results
-
-    def baseline() -> None:
-        # As many copies as there are cores, so that caches and clocks are shared in both halves of a round.
-        if config["measure"]["baseline"] and dist.get_rank() < CORES:
-            rank["baseline_cpu_s"].append(_fused_on_one_process(config))
-
-    samples = timed(
-        forward,
-        backward if config["backward"] else None,
-        wait,
-        warmup=config["measure"]["warmup"] - 1,  # the first call above is one
-        repeats=config["measure"]["repeats"],
-        before=baseline,
-        probe=None if own else probe,
-    )
-    if device.type == "cuda":  # what the device computes takes no CPU time
-        samples = {name: values for name, values in samples.items() if not name.endswith("compute_s")}
-    return rank | samples
-
-
-def _whole(config: dict, n: int, heads: range | None = None) -> Tensor:
-    """The n-th of q, k, v, dout over the whole sequence, all heads or some: the same on every rank and every mesh."""
-    workload = config["workload"]
-    count = workload["kv_heads"] if n in (1, 2) else workload["heads"]
-    shape = workload["batch"], config["seq"], workload["head_dim"]
-    drawn = []
-    for head in heads or range(count):
-        generator = torch.Generator().manual_seed((4 * config["seed"] + n << 16) + head)
-        drawn.append(torch.randn(shape, generator=generator))
-    return torch.stack(drawn, 2).to(getattr(torch, config["dtype"]))
-
-
+ROWS = 8  # of each rank that are compared with float64 when not the whole result is
 Errors = dict[str, tuple[float, float]]  # by result: the largest error, and the largest expected value
 
 
-def _errors(config: dict, results: list[Tensor], mesh, tokens: usp.Partition, mask: usp.Mask) -> Errors:
-    """Against float64 on one process; measure.reference says what is compared."""
-    if config["measure"]["reference"] == "whole":
-        return _whole_errors(config, results, mesh, tokens, mask)
-    if config["measure"]["reference"] == "rows":
-        return _row_errors(config, results, mesh, tokens)
-    return {}
-
-
-def _error(found: Tensor, expected: Tensor) -> tuple[float, float]:
+def error(found: Tensor, expected: Tensor) -> tuple[float, float]:
     """Largest error, and largest expected value."""
     return (found.double() - expected).abs().max().item(), expected.abs().max().item()
 
 
-def _whole_errors(config: dict, results: list[Tensor], mesh, tokens: usp.Partition, mask: usp.Mask) -> Errors:
-    """Of out, dq, dk and dv over the whole sequence, for this rank's share of the heads."""
-    with torch.no_grad():
-        whole = [usp.unshard(x, mesh, tokens).cpu() for x in results]
-    world, kv_heads = dist.get_world_size(), config["workload"]["kv_heads"]
-    groups = config["workload"]["heads"] // kv_heads
-    keys = range(dist.get_rank() * kv_heads // world, (dist.get_rank() + 1) * kv_heads // world)
-    if not keys:
-        return {}
-    queries = range(keys.start * groups, keys.stop * groups)
-    q, k, v, dout = (_whole(config, n, heads).double() for n, heads in enumerate((queries, keys, keys, queries)))
-    q, k, v = (x.requires_grad_(config["backward"]) for x in (q, k, v))
-    alone = usp.Partition(config["seq"], usp.Layout.CONTIGUOUS)
-    out = usp.hybrid_attention(q, k, v, None, alone, mask=mask, backend="tiled")
-    expected = [out.detach(), *(torch.autograd.grad(out, (q, k, v), dout) if config["backward"] else ())]
-    found = [x[:, :, heads.start : heads.stop] for x, heads in zip(whole, (queries, queries, keys, keys), strict=False)]
-    return {name: _error(x, y) for name, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=False)}
+def worst(errors: list[tuple[float, float]]) -> tuple[float, float]:
+    """The largest of both. torch's maximum of something that is not a number is not a number; Python's forgets it."""
+    largest = torch.tensor(errors, dtype=torch.float64).amax(0)
+    return largest[0].item(), largest[1].item()
 
 
-ROWS = 8  # of each rank that are compared when not the whole result is
-
-
-def _row_errors(config: dict, results: list[Tensor], mesh, tokens: usp.Partition) -> Errors:
-    """Of out and dq in some of this rank's rows and heads, by a softmax over the whole sequence written out.
-
-    Ranks take turns with the KV heads, so that together they see them all.
-    """
-    at = usp.positions(mesh, tokens)[0].cpu()
-    real = (at < config["seq"]).nonzero().flatten()
-    if not len(real):
-        return {}
-    rows = real[torch.linspace(0, len(real) - 1, min(ROWS, len(real))).long()]
-    groups = config["workload"]["heads"] // config["workload"]["kv_heads"]
-    distance = at[rows, None] - torch.arange(config["seq"])
-    hidden = distance < 0 if config["causal"] else torch.zeros_like(distance, dtype=torch.bool)
-    if config["window"] is not None:
-        hidden |= distance.abs() >= config["window"]
-    pairs: dict[str, list[tuple[float, float]]] = {"out": [], "dq": []}
-    kv_heads, world = config["workload"]["kv_heads"], dist.get_world_size()
-    for kv_head in range(dist.get_rank() % kv_heads, kv_heads, world):
-        heads = range(kv_head * groups, (kv_head + 1) * groups)
-        keys, values = (_by_head(_whole(config, n, range(kv_head, kv_head + 1))) for n in (1, 2))
-        q, dout = (_by_head(_whole(config, n, heads)[:, at[rows]]) for n in (0, 3))
-        q.requires_grad_(config["backward"])
-        scores = q @ keys.mT / math.sqrt(config["workload"]["head_dim"])
-        out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
-        expected = [out.detach(), *(torch.autograd.grad(out, q, dout) if config["backward"] else ())]
-        for name, x, y in zip(pairs, results, expected, strict=False):
-            pairs[name].append(_error(_by_head(x[:, rows, heads.start : heads.stop].cpu()), y))
-    # torch's maximum of something that is not a number is not a number; Python's forgets it.
-    return {name: tuple(torch.tensor(worst).amax(0).tolist()) for name, worst in pairs.items() if worst}
-
-
-def _by_head(x: Tensor) -> Tensor:
-    return rearrange(x.double(), "b s h d -> b h s d")
-
-
-def _fused_on_one_process(config: dict) -> float:
-    """CPU seconds of PyTorch's fused attention over the whole sequence, with backward if the point has it."""
-    q, k, v, dout = (rearrange(_whole(config, n), "b s h d -> b h s d") for n in range(4))
-    q, k, v = (x.requires_grad_(config["backward"]) for x in (q, k, v))
-    start = time.process_time()
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=config["causal"], enable_gqa=True)
-    if config["backward"]:
-        torch.autograd.grad(out, (q, k, v), dout)
-    return time.process_time() - start
-
-
-def _reset_peak_memory(device: torch.device) -> int:
+def reset_peak_memory(device: torch.device) -> int:
     """Give free memory back and start counting the peak anew, where the system can; bytes in use now."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -537,10 +437,10 @@ def _reset_peak_memory(device: torch.device) -> int:
     elif sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-    return _peak_memory(device)
+    return peak_memory(device)
 
 
-def _peak_memory(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
     """Largest bytes in use since the reset: allocated on a device, resident on a CPU (there, on systems other than
     Linux, since the start)."""
     if device.type == "cuda":

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -22,13 +23,13 @@ from omegaconf import OmegaConf
 
 import usp
 import usp.kernels
-from experiments import attention, device_check, ranks, traffic
+from experiments import attention, device_check, points, ranks, traffic
 from experiments.config import CONFIGS, register, scaled
 from tests import faults
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = [f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "experiment"]
-EXPERIMENTS = sorted(path.stem for path in CONFIGS.glob("experiment/*.yaml"))
+EXPERIMENTS = sorted({path.stem for path in CONFIGS.glob("experiment/*.yaml")} - {"decode", "prefill"})
 
 
 def composed(*overrides: str, hydra: bool = False):
@@ -128,7 +129,7 @@ def test_a_sweep(tmp_path):
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 3
     for record in found:
         assert record["status"] == "ok"
-        assert record["schema"] == attention.SCHEMA
+        assert record["schema"] == points.SCHEMA
         assert record["config"]["seq"] == 256
         assert record["hash"].startswith(record["point"].rsplit("-", 1)[1])
         assert record["commit"]
@@ -219,11 +220,11 @@ def test_the_error_in_a_record_is_of_the_result(tmp_path, reference):
 def test_a_result_that_is_not_a_number_fails_its_point():
     """NaN compares with nothing: a maximum would lose it. Ranks without results do not count."""
     ranks_good = [{"error": {"out": (1e-7, 2.0)}}, {"error": {}}, {"error": {"out": (3e-7, 3.0)}}]
-    assert attention.errors(ranks_good) == {"out": 3e-7 / 3.0}
+    assert points.errors(ranks_good) == {"out": 3e-7 / 3.0}
     nothing = {"error": {"out": (1e-7, 2.0), "dq": (1e-8, 0.0)}}  # one key a row: no gradient, and nothing to divide by
-    assert attention.errors([nothing])["dq"] == 1e-8 / 0.02
+    assert points.errors([nothing])["dq"] == 1e-8 / 0.02
     with pytest.raises(ArithmeticError, match=r"out is wrong.*nan"):
-        attention.errors([{"error": {"out": (float("nan"), 2.0)}}, *ranks_good])
+        points.errors([{"error": {"out": (float("nan"), 2.0)}}, *ranks_good])
 
 
 @pytest.mark.parametrize(
@@ -266,25 +267,25 @@ def test_a_length_is_scaled_by_a_factor_that_divides_it(factor):
 
 def test_points_have_names_of_their_own():
     """Where and how long a record is kept does not make another point."""
-    base = plain(composed())
-    assert attention.name(base) != attention.name(plain(composed("seed=1")))
+    name, base = partial(points.name, attention.EXPERIMENT), plain(composed())
+    assert name(base) != name(plain(composed("seed=1")))
     for same in ("results=elsewhere", "force=true", "timeout_s=9", "name=x", "published.only=true"):
-        assert attention.name(base) == attention.name(plain(composed(same)))
+        assert name(base) == name(plain(composed(same)))
 
 
 def test_a_record_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a" / "record.json"
-    attention.write({"n": 1}, path)
+    points.write({"n": 1}, path)
     with pytest.raises(TypeError):
-        attention.write({"n": object()}, path)
+        points.write({"n": object()}, path)
     assert json.loads(path.read_text()) == {"n": 1}
-    with attention.claimed(path.parent):  # the next one cleans up
+    with points.claimed(path.parent):  # the next one cleans up
         assert sorted(x.name for x in path.parent.iterdir()) == [".lock", "record.json"]
 
 
 def test_provenance_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert attention.provenance()["commit"] is None
+    assert points.provenance()["commit"] is None
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ def test_the_same_command_runs_what_is_missing_or_failed(tmp_path):
     kept, lost, failed = sorted(first)
     assert kept.startswith("u1r1")
     (tmp_path / lost / "record.json").write_text("{")  # somebody's editor
-    attention.write(first[failed] | {"status": "crash", "reason": "a test"}, tmp_path / failed / "record.json")
+    points.write(first[failed] | {"status": "crash", "reason": "a test"}, tmp_path / failed / "record.json")
     time.sleep(1)  # records tell the second in which they began
     run_here(*command)
     second = {record["point"]: record for record in records(tmp_path)}
@@ -488,12 +489,11 @@ def test_a_rank_that_fails_under_torchrun_is_the_one_that_is_told(tmp_path):
     """Rank 1 wants too much memory; rank 0 only loses its neighbour."""
     script = tmp_path / "short.py"
     script.write_text(
-        "import os\nfrom experiments import attention, ranks\n"
-        "measure = ranks.measure\n"
+        "import os\nfrom dataclasses import replace\nfrom experiments import attention, points\n"
         "def short(config):\n"
         "    if os.environ['RANK'] == '1':\n        raise MemoryError('a test')\n"
-        "    return measure(config)\n"
-        "ranks.measure = short\nattention.main()\n"
+        "    return attention.measure(config)\n"
+        "points.main(replace(attention.EXPERIMENT, measure=short))\n"
     )
     command = [sys.executable, "-m", *TORCHRUN[:-1], str(script), "mesh=u1r2", f"results={tmp_path}/x", *SMALL]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -556,9 +556,9 @@ def test_bytes_of_masks_are_counted_as_predicted():
 def test_the_device_check_goes_through_on_a_cpu_without_hydra(tmp_path):
     code = (
         "import sys\nsys.modules |= dict.fromkeys(('hydra', 'omegaconf', 'rich', 'matplotlib'))\n"
-        "from experiments import attention, device_check\n"
-        "def version(package):\n    raise attention.PackageNotFoundError(package)\n"
-        "attention.version = version\n"  # only a copy of the repository, nothing installed
+        "from experiments import device_check, points\n"
+        "def version(package):\n    raise points.PackageNotFoundError(package)\n"
+        "points.version = version\n"  # only a copy of the repository, nothing installed
         f"sys.argv = ['device_check', '--dry-run', '--results', {str(tmp_path)!r}]\ndevice_check.main()\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
