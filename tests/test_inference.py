@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import random
 import re
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from usp import Mask
 from usp.heads import runs
 from usp.inference import KVCache, Rates, decode_attention, prefill_attention
 from usp.inference.volumes import DECODE, PREFILL, decode_volume, exposed
+from usp.ledger import OWNERS
 
 MESHES = [(ring, ulysses) for ring in (1, 2, 3, 4, 6, 8) for ulysses in (1, 2, 4) if ring * ulysses <= 8]
 
@@ -225,6 +227,45 @@ def test_one_sequence_on_many_ranks(ranks):
     for algorithm in DECODE:
         events = Decode(4, algorithm), Decode(2, algorithm, seq=3), Decode(3, algorithm, gather=False)
         told(ranks, Story(8, 1, events, batch=1, heads=2, kv_heads=1, block=16))
+
+
+def drawn(seed: int) -> Story:
+    """Anything that may happen to a cache, in any order."""
+    draw = random.Random(seed)
+    ring, ulysses = draw.choice([(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (4, 1)])
+    batch, events = draw.randint(1, 4), []
+    lengths = [0] * batch
+    for _ in range(12):
+        kind = draw.random()
+        if kind < 0.3:
+            new = [draw.choice((0, 1, draw.randint(1, 20))) for _ in lengths]
+            new[draw.randrange(batch)] += 1
+            events.append(Turn(tuple(new), draw.choice(LAYOUTS), draw.choice((*PREFILL, "auto"))))
+        elif kind < 0.8:
+            seq, algorithm = draw.randint(1, 3), draw.choice(DECODE)
+            new = [draw.randint(0, seq) for _ in lengths] if draw.random() < 0.4 else [seq] * batch
+            events.append(Decode(1, algorithm, seq, draw.random() < 0.6, tuple(new)))
+        elif kind < 0.93:
+            new = [-draw.randint(0, min(6, length)) for length in lengths]
+            events.append(Reject(tuple(-x for x in new)))
+        else:
+            row = draw.randrange(batch)
+            new = [-lengths[row] if n == row else 0 for n in range(batch)]
+            events.append(Reset((row,)))
+        lengths = [x + y for x, y in zip(lengths, new, strict=True)]
+    heads = draw.choice([(4, 2), (4, 4), (6, 3), (8, 2), (9, 3)])
+    window, options = (
+        draw.choice((None, None, 5, 30)),
+        draw.choice(({}, {"sinks": True}, {"softcap": 2.0}, {"alibi": True})),
+    )
+    kept = {"block": draw.choice((1, 3, 16)), "owner": draw.choice(OWNERS)}
+    sizes = {"batch": batch, "heads": heads[0], "kv_heads": heads[1], "capacity": 2000}
+    return Story(ring, ulysses, tuple(events), window=window, causal=draw.random() < 0.8, **sizes, **kept, **options)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_stories(ranks, seed):
+    told(ranks, drawn(seed))
 
 
 def test_odd_head_dims_in_half_precision(ranks):

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from analysis import compare, tables
 from analysis import records as kept
-from experiments import attention, decode, points, prefill
+from experiments import attention, decode, growth, points, prefill, ranks
 from experiments.config import CONFIGS, register
 from usp.inference.volumes import PREFILL, decode_volume
 
@@ -240,8 +240,8 @@ def made(cached: int, algorithm: str, sent_bytes: int, wall_s: float) -> dict:
     by_sizes = {"pass_kv": 1e-3, "pass_q": 4e-6 * (1000 - cached), "all_gather": 1e-3}
     found = {"cached": cached, "new": 1000 - cached, "sent_bytes": sent_bytes, "wall_s": wall_s}
     found |= {"by_sizes_s": by_sizes, "rates": {"flops_per_s": 1e9, "bytes_per_s": 1e9, "latency_s": 0.0}}
-    ranks = [{"report": sizes | {"step_flops": 0.9e6}}]
-    return {"config": {"algorithm": algorithm, "share": cached / 1000}, "summary": found, "ranks": ranks}
+    samples = [{"report": sizes | {"step_flops": 0.9e6}}]
+    return {"config": {"algorithm": algorithm, "share": cached / 1000}, "summary": found, "ranks": samples}
 
 
 def test_the_line_of_crossovers():
@@ -262,3 +262,15 @@ def test_labels_name_what_differs():
     assert attention.label(composed("attention")) == "u2r2-zigzag-s4096-h8kv8d64b1-float32"
     assert decode.label(composed("decode", "algorithm=tree")) == "u1r4-tree-c4096-h8kv2d64b1-float32"
     assert prefill.label(composed("prefill", "share=0.25")) == "u1r2-auto-zigzag-t4096-p1024-h8kv2d64b1-float32"
+
+
+def test_growth():
+    """What `experiments.growth` prints of real ranks: even to a block at any time, and a step that reads its share."""
+    config = {"tokens": 70, "ring": 2, "block": 4, "contexts": [64, 128], "device": "cpu"}
+    for rank in ranks.launch(growth.measure, config, 2, 60.0):
+        assert len(rank["append_s"]) == 1
+        assert rank["append_s"][0] > 0
+        assert rank["apart"] == 4
+        for context in (64, 128):
+            assert rank["steps"][context]["read_bytes"] >= context // 2 * 2 * growth.KV_HEADS * growth.HEAD_DIM * 2
+            assert rank["steps"][context]["step_s"] > 0
