@@ -6,13 +6,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: sweep test cases fuzz mutate lint clean
+.PHONY: sweep inference test cases fuzz mutate lint clean
 
 sweep: $(READY)  ## the main job: hybrid attention on every mesh of four ranks
 	$(BIN)/python -m experiments.attention -m experiment=sweep
 
-test: lint  ## everything that must hold
-	$(BIN)/python -m pytest
+inference: $(READY)  ## decode steps by every algorithm, when a prefill should send queries, and whether steps grow
+	$(BIN)/python -m experiments.decode -m experiment=decode
+	$(BIN)/python -m experiments.prefill -m experiment=prefill
+	$(BIN)/python -m experiments.growth
+
+test: lint  ## everything that must hold; by two processes, since tests that start processes wait half of the time
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 cases: $(READY)  ## what users of other libraries met: every row and its outcome
 	$(BIN)/python -m tests.test_cases
