@@ -351,5 +351,7 @@ def check(story: Story) -> list:
     for name, (error, plain) in answer["errors"].items():
         exact = oracle.EXACT.get(story.dtype)
         limit = min(oracle.LIMIT, oracle.FACTOR[name] * plain) if exact is None else exact
+        if name == "lse":  # which is never in half precision
+            limit = min(limit, 1e-4)
         assert error <= limit, (name, error, limit)
     return answer["reports"]
