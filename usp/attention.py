@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from usp import comm, kernels
 from usp.blocks import batch_rows, span_of, striped_apart
 from usp.heads import HeadPlan
-from usp.kernels.scores import RelativeBias, checked_scores
+from usp.kernels.scores import RelativeBias, Scores, checked_scores
 from usp.masks import Mask
 from usp.merging import merge, with_sinks
 from usp.mesh import Axis, axes
@@ -116,8 +116,9 @@ def hybrid_attention(
             ranks' calls differ. The groups stay usable.
         RuntimeError: if a rank stays away until the process group's timeout; the group must then be rebuilt.
     """
-    keys, scores, error, checked = key_tokens or tokens, None, None, None
-    try:
+    keys = key_tokens or tokens
+
+    def check() -> tuple[Axis, Axis, HeadPlan, Partition | None, Scores, str]:
         ring, ulysses = checked_axes(mesh, tokens)
         checked_axes(mesh, keys)
         check_call(q, k, v, mask, tokens, keys, exchange, seq=tokens.seq_local, key_seq=keys.seq_local)
@@ -132,18 +133,21 @@ def hybrid_attention(
         through_lse = differentiated and (return_lse or joint is not None or sinks is not None)
         everyone = (tokens, keys) if beside is None else (tokens, keys, beside)
         where = {"span": span_of(*everyone), "apart": striped_apart(*everyone)}
-        able = kernels.select(backend, q, v, scores, lse_gradient=through_lse, **where)
-        checked = ring, ulysses, plan, beside, scores, able
-    except Exception as mistake:
-        if not check_ranks or mesh is None:
-            raise
-        error = str(mistake) if isinstance(mistake, ValueError) else f"{type(mistake).__name__}: {mistake}"
-    if check_ranks:
-        tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "bias.table": getattr(bias, "table", bias)}
+        return (
+            ring,
+            ulysses,
+            plan,
+            beside,
+            scores,
+            kernels.select(backend, q, v, scores, lse_gradient=through_lse, **where),
+        )
+
+    def facts(checked: tuple) -> dict[str, object]:
+        tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "bias.table": bias and bias.table}
         if joint is not None:
-            tensors |= {f"joint.{name}": getattr(joint, name, None) for name in "kvq"}
+            tensors |= {f"joint.{name}": getattr(joint, name) for name in "kvq"}
         named = ", ".join(tensors)
-        facts = {
+        return {
             f"shapes of {named}": [tuple(getattr(x, "shape", ())) for x in tensors.values()],
             f"dtypes of {named}": [str(getattr(x, "dtype", None)) for x in tensors.values()],
             f"requires_grad of {named}": [getattr(x, "requires_grad", None) for x in tensors.values()],
@@ -151,10 +155,10 @@ def hybrid_attention(
             "tokens": tokens,
             "key_tokens": keys,
             "mask": mask,
-            "scale, softcap, alibi, bias": scores,
+            "scale, softcap, alibi, bias": checked[4],
             "dropout": dropout,
             "options": {
-                "joint.start": getattr(joint, "start", None),
+                "joint.start": joint and joint.start,
                 "replicate_kv": replicate_kv,
                 "exchange": exchange,
                 "backend": backend,
@@ -162,13 +166,12 @@ def hybrid_attention(
                 "return_lse": return_lse,
             },
         }
-        comm.agree(axes(mesh), facts, error)
-    assert checked is not None
-    ring, ulysses, plan, beside, scores, backend = checked
+
+    ring, ulysses, plan, beside, scores, able = comm.agreed(axes(mesh), check, facts, ask=check_ranks)
 
     q, k, v = to_heads([q, k, v], "qkk", plan, ulysses)
     table = None if bias is None else own_heads(bias.table, plan.queries, ulysses, dim=1)
-    how = How(plan.groups(ulysses.rank), scores.of(plan.queries[ulysses.rank]), backend, exchange, float32_delta)
+    how = How(plan.groups(ulysses.rank), scores.of(plan.queries[ulysses.rank]), able, exchange, float32_delta)
     here = partial(attend, table=table, seed=dropout[1] if dropout else 0, ring=ring, mask=mask, how=how)
     out, lse = here(q, k, v, tokens=tokens, keys=keys)
     own_sinks = None if sinks is None else own_heads(sinks, plan.queries, ulysses, dim=0)
