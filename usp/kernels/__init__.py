@@ -43,6 +43,7 @@ class Backend:
     lacks: Mapping[str, str]  # which it has not, and why
     slope: Mapping[torch.dtype, float]  # the largest ALiBi slope / scale; no entry, no limit
     rounds: bool  # whether out comes in q's dtype, not in the accumulator's
+    copies: bool  # whether every call copies its keys and values, to another dtype
     slow: Mapping[str, tuple[torch.dtype, ...]]  # options and dtypes for which "auto" prefers another on the CPU
 
 
@@ -61,6 +62,7 @@ _TABLE = {  # in the order in which "auto" tries them
         },
         {torch.float16: 65504 / 2048, torch.bfloat16: LARGEST, torch.float32: LARGEST},
         True,
+        False,
         {"alibi": (torch.float64, torch.float32)},  # 3 times as long as `tiled`: see its _exp
     ),
     "tiled": Backend(
@@ -77,6 +79,7 @@ _TABLE = {  # in the order in which "auto" tries them
         {},
         {},
         False,
+        True,
         {},
     ),
 }
@@ -146,7 +149,7 @@ def reach(backend: str, dtype: torch.dtype, scores: Scores) -> int | None:
 
 def copies(backend: str, head_dim: int, head_dim_v: int, scores: Scores) -> bool:
     """Whether a call makes a copy of its keys or values: of another dtype, or with more columns."""
-    return backend != "sdpa" or head_dim != head_dim_v or scores.alibi is not None
+    return _TABLE[backend].copies or head_dim != head_dim_v or scores.alibi is not None
 
 
 def forward(
