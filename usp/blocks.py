@@ -29,7 +29,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from usp.ledger import Ledger
-from usp.masks import EVERYWHERE, Mask, Region, Span
+from usp.masks import EVERYWHERE, Mask, Region, Span, joined
 from usp.partitions import Layout, Partition, Run
 
 Tokens = Partition | Ledger  # what queries or keys are: of a call, or what a cache holds
@@ -237,13 +237,7 @@ def in_message(block: Block, columns: Columns) -> Block:
 
 
 def _union(ranges: Iterable[range]) -> Columns:
-    found: list[range] = []
-    for x in sorted(ranges, key=lambda x: x.start):
-        if found and x.start <= found[-1].stop:
-            found[-1] = range(found[-1].start, max(found[-1].stop, x.stop))
-        else:
-            found.append(x)
-    return tuple(found)
+    return tuple(range(*span) for span in joined((x.start, x.stop) for x in ranges))
 
 
 def _holders(tokens: Tokens, row: int, span: Span) -> Iterator[tuple[int, tuple[Run, ...]]]:

@@ -259,8 +259,13 @@ class KVCache:
                 self.slot_positions[row, here] = torch.arange(position, position + length)
         self.ledger = ledger
 
-    def store_turn(self, k: Tensor, v: Tensor, tokens: Partition, spans: Sequence[Sequence[Span]]) -> None:
-        """A prefill's keys and values (batch, seq_ring, heads, dim), of which the positions in `spans` stay, by row."""
+    def store_turn(
+        self, k: Tensor, v: Tensor, tokens: Partition, spans: Sequence[Sequence[Span]], ledger: Ledger
+    ) -> None:
+        """A prefill's keys and values (batch, seq_ring, heads, dim), of which the positions in `spans` stay, by row.
+
+        `ledger` is what is kept then.
+        """
         for row, kept in enumerate(spans):
             slot, index = self.counts[row][self.ring.rank], 0
             for run in tokens.runs(self.ring.rank, row):
@@ -273,7 +278,7 @@ class KVCache:
                     self.slot_positions[row, here] = torch.arange(part.count) * part.step + part.start
                     slot += part.count
                 index += run.count
-        self.ledger = self.ledger.turned(tokens, spans)
+        self.ledger = ledger
 
 
 class Part(NamedTuple):

@@ -108,7 +108,7 @@ def prefill_attention(
     ring, ulysses, plan = cache.ring, cache.ulysses, call.plan
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         q, k, v = to_heads([q, k, v], "qkk", plan, ulysses)
-        cache.store_turn(k, v, tokens, call.spans)
+        cache.store_turn(k, v, tokens, call.spans, call.ledger)
         table = None if bias is None else own_heads(bias.table, plan.queries, ulysses, dim=1)
         exchange = "all_gather" if call.report.algorithm == "all_gather" else "ring"
         own = plan.queries[ulysses.rank]
@@ -136,7 +136,8 @@ class _Call(NamedTuple):
 
     plan: HeadPlan
     spans: tuple[tuple[Span, ...], ...]  # by batch row: positions of new tokens that are kept
-    held: Ledger  # with them
+    ledger: Ledger  # with them
+    held: Ledger  # the same, of one row if all rows are alike
     scores: Scores
     backend: str
     report: Report
@@ -189,7 +190,7 @@ def _checked(
     where = {"span": span_of(tokens, held), "apart": striped_apart(tokens, held)}
     able = kernels.select(backend, q, v, scores, lse_gradient=False, **where)
     report = _report(algorithm, mask, tokens, held, cache, plan, q.element_size(), rates or Rates())
-    return _Call(plan, spans, held, scores, able, report)
+    return _Call(plan, spans, ledger, held, scores, able, report)
 
 
 def check_cache(cache: KVCache, mesh: DeviceMesh | None) -> None:
