@@ -423,6 +423,19 @@ def test_the_choice_is_that_of_the_published_measurements():
     assert sum(lost["rates"]) < 25  # ms, of 82,000
 
 
+def test_rates_decide(ranks):
+    """A short turn on a long cache: by sizes queries travel, if hops hide keys, if messages are slow one collective."""
+    chosen = {}
+    for name, rates in {
+        "sizes": None,
+        "slow computing": Rates(flops_per_s=1.0),
+        "slow messages": Rates(latency_s=1.0),
+    }.items():
+        reports = told(ranks, Story(4, 1, (Turn((80, 80)), Turn((2, 2))), heads=4, kv_heads=4, rates=rates))
+        chosen[name] = reports[1][0]
+    assert chosen == {"sizes": "pass_q", "slow computing": "pass_kv", "slow messages": "all_gather"}
+
+
 # ---------------------------------------------------------------------------------------------------
 # What is refused.
 
