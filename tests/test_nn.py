@@ -1,6 +1,8 @@
-"""Tiled layers give what the layers give, in a tile's memory."""
+"""Tiled layers give what the layers give, in a tile's memory; a checkpointed block does not repeat its attention."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jaxtyping
 import pytest
@@ -14,9 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import usp
 import usp.nn
+from tests import pool
 from tests.oracle import EXACT
 
 BATCH, SEQ, WIDTH, HIDDEN, VOCABULARY = 2, 12, 8, 20, 30
@@ -259,3 +263,107 @@ def _accumulated(wrapper: str) -> dict[str, Tensor]:
             grad /= world
         found[name.removeprefix("module.")] = grad
     return found
+
+
+HEADS, KV_HEADS, HEAD_DIM, TOKENS = 8, 4, 4, 16
+
+
+class Block(nn.Module):
+    """Attention with sinks, and a tiled MLP."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.o = nn.Linear(WIDTH, HEADS * HEAD_DIM), nn.Linear(HEADS * HEAD_DIM, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, KV_HEADS * HEAD_DIM), nn.Linear(WIDTH, KV_HEADS * HEAD_DIM)
+        self.sinks, self.mlp, self.norm = nn.Parameter(torch.randn(HEADS)), Mlp(), nn.LayerNorm(WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor, mesh, tokens: usp.Partition, sinks: bool) -> Tensor:
+        q, k, v = (layer(x).unflatten(2, (-1, HEAD_DIM)) for layer in (self.q, self.k, self.v))
+        mask = usp.Mask(causal=True)
+        out = usp.hybrid_attention(q, k, v, mesh, tokens, mask=mask, sinks=self.sinks if sinks else None)
+        x = x + self.o(out.flatten(2))
+        return x + usp.nn.tiled_mlp(self.mlp, self.norm(x), tile=3)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
+def test_a_checkpointed_block_sends_only_what_goes_to_heads_again(ranks, ring, ulysses, sinks):
+    for plain, kept, dropped in ranks(ring * ulysses)(_checkpointed, ring, ulysses, sinks):
+        same(kept["grads"], plain["grads"], 0.0)
+        same(dropped["grads"], plain["grads"], 0.0)
+        assert kept["forward"] == plain["forward"] == dropped["forward"]
+        again = {"bytes": {"control": plain["forward"]["bytes"]["control"]}, "messages": {}, "kernels": {}}
+        again["messages"]["control"] = plain["forward"]["messages"]["control"]
+        if ulysses > 1:
+            heads_away = (HEADS + 2 * KV_HEADS) * (ulysses - 1) // ulysses
+            again["bytes"]["all_to_all"] = BATCH * TOKENS // (ring * ulysses) * heads_away * HEAD_DIM * 8
+            again["messages"]["all_to_all"] = 1
+        for what, more in again.items():
+            names = plain["backward"][what].keys() | more.keys()
+            expected = {name: plain["backward"][what].get(name, 0) + more.get(name, 0) for name in names}
+            assert kept["backward"][what] == expected
+        assert sum(dropped["backward"]["kernels"].values()) > sum(kept["backward"]["kernels"].values())
+
+
+def _checkpointed(ring: int, ulysses: int, sinks: bool) -> list[dict]:
+    """What a rank sent and computed, and its gradients: without checkpointing, with attention kept, and dropped."""
+    mesh = pool.mesh(ring, ulysses)
+    tokens = usp.partition(TOKENS, mesh, "zigzag")
+    x = usp.shard(batch(TOKENS)[0], mesh, tokens)
+    keeping = partial(checkpoint, use_reentrant=False, context_fn=usp.nn.keep_attention)
+    found = []
+    for how in (lambda block, *args: block(*args), keeping, partial(checkpoint, use_reentrant=False)):
+        block, leaf = Block(), x.clone().requires_grad_()
+        with usp.measure_traffic() as forward:
+            out = how(block, leaf, mesh, tokens, sinks)
+        with usp.measure_traffic() as backward:
+            out.square().sum().backward()
+        grads = {name: p.grad for name, p in block.named_parameters() if p.grad is not None} | {"x": leaf.grad}
+        sent = {"forward": forward, "backward": backward}
+        counted = {
+            part: {what: dict(getattr(traffic, what)) for what in ("bytes", "messages", "kernels")}
+            for part, traffic in sent.items()
+        }
+        found.append(counted | {"grads": grads})
+    return found
+
+
+@pytest.mark.parametrize("outside", ["checkpoint", "fsdp"])
+def test_a_checkpointed_block_of_fsdp(ranks, outside):
+    for found, expected, counted in ranks(4)(_sharded, outside):
+        same(found, expected)
+        (ring, kernels), (plain_ring, plain_kernels) = counted
+        assert (ring, kernels) == (plain_ring, plain_kernels)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args) -> Tensor:
+        return checkpoint(self.block, *args, use_reentrant=False, context_fn=usp.nn.keep_attention)
+
+
+def _sharded(outside: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple]]:
+    """Gradients summed over ranks of FSDP2 and of the plain block, and each one's hops and kernel calls in backward."""
+    mesh = pool.mesh(2, 2)
+    tokens = usp.partition(TOKENS, mesh, "zigzag")
+    x, flat = usp.shard(batch(TOKENS)[0], mesh, tokens), init_device_mesh("cpu", (4,))
+    grads, counted = [], []
+    for wrapped in (True, False):
+        block = model = Block()
+        if wrapped:
+            model = Checkpointed(block)
+            fully_shard(block.mlp, mesh=flat).set_gradient_divide_factor(1.0)
+            fully_shard(block if outside == "checkpoint" else model, mesh=flat).set_gradient_divide_factor(1.0)
+        out = model(x, mesh, tokens, True)
+        with usp.measure_traffic() as traffic:
+            out.square().sum().backward()
+        counted.append((traffic.bytes["ring"], sum(traffic.kernels.values())))
+        grads.append({name: p.grad for name, p in block.named_parameters()})
+    for grad in grads[1].values():
+        dist.all_reduce(grad)
+    return {name: grad.full_tensor() for name, grad in grads[0].items()}, grads[1], counted

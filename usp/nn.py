@@ -1,4 +1,4 @@
-"""Attention as a module, and what else is large in the layers around it: hidden activations and logits.
+"""Attention as a module, and what else is large in the layers around it: hidden activations, logits, recomputation.
 
 Note [Tiles]
 ~~~~~~~~~~~~
@@ -11,13 +11,14 @@ the module, with its hooks, frozen weights and random numbers, and autograd adds
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from usp.attention import Joint, Result, hybrid_attention
 from usp.kernels.scores import RelativeBias
@@ -192,3 +193,18 @@ def _check_result(name: str, out: object, part: Tensor) -> None:
         f"{name} returned {found} for a tile {tuple(part.shape)}, and not one tensor with a row for each token: give a "
         "function that returns that alone, and is of each token (what counts over tokens, as a router's loss, is not)"
     )
+
+
+# ---------------------------------------------------------------------------------------------------
+# Recomputation.
+
+
+def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The `context_fn` of a checkpointed block whose attention is not computed again.
+
+    `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=usp.nn.keep_attention)` keeps what the
+    ring and the way back to the sequence returned: lse, and out, twice if there are Ulysses ranks. Backward makes the
+    rest again, projections and the way of q, k and v to heads, but no hop and no kernel call. The ranks' agreement
+    (16 bytes a group) and what joint queries gather are sent again.
+    """
+    return create_selective_checkpoint_contexts([torch.ops.usp.ring_forward.default, torch.ops.usp.to_sequence.default])
