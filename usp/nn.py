@@ -170,7 +170,8 @@ def tiled_cross_entropy(
 
 
 def _tiles(function: Callable[..., Tensor], tile: int, *xs: Tensor) -> list[Tensor]:
-    parts = zip(*(x.split(tile, 1) for x in xs), strict=True)
+    # Contiguous, since modules reshape what they get by view.
+    parts = zip(*([part.contiguous() for part in x.split(tile, 1)] for x in xs), strict=True)
     if not torch.is_grad_enabled():
         return [function(*part) for part in parts]
     return [checkpoint(function, *part, use_reentrant=False) for part in parts]
