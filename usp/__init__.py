@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from usp import inference as inference
+    from usp import nn as nn
     from usp.attention import Joint as Joint
     from usp.attention import hybrid_attention as hybrid_attention
     from usp.comm import Traffic as Traffic
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
     from usp.sharding import positions as positions
     from usp.sharding import shard as shard
     from usp.sharding import unshard as unshard
+    from usp.training import ShardedLoader as ShardedLoader
+    from usp.training import Spread as Spread
+    from usp.training import batch_mask as batch_mask
+    from usp.training import count_targets as count_targets
+    from usp.training import mean_over_ranks as mean_over_ranks
+    from usp.training import sampler as sampler
+    from usp.training import sequence_parallel_loss as sequence_parallel_loss
+    from usp.training import shard_batch as shard_batch
     from usp.ulysses import heads_to_sequence as heads_to_sequence
     from usp.ulysses import sequence_to_heads as sequence_to_heads
 
@@ -36,21 +45,29 @@ _HOMES = {
     "Partition": "partitions",
     "Region": "masks",
     "RelativeBias": "kernels.scores",
+    "ShardedLoader": "training",
+    "Spread": "training",
     "Traffic": "comm",
     "backends": "kernels",
+    "batch_mask": "training",
+    "count_targets": "training",
     "heads_to_sequence": "ulysses",
     "hybrid_attention": "attention",
     "init_mesh": "mesh",
+    "mean_over_ranks": "training",
     "measure_traffic": "comm",
     "merge": "merging",
     "partition": "sharding",
     "positions": "sharding",
     "ring_attention": "ring",
+    "sampler": "training",
+    "sequence_parallel_loss": "training",
     "sequence_to_heads": "ulysses",
     "shard": "sharding",
+    "shard_batch": "training",
     "unshard": "sharding",
 }
-_PACKAGES = ["inference"]
+_PACKAGES = ["inference", "nn"]
 __all__ = [*_HOMES, *_PACKAGES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -44,9 +44,9 @@ class Traffic:
 
     Kinds: "ring" (keys and values on hops), "ring_grad" (their gradients), "all_gather" and "reduce_scatter"
     (the same, when gathered), "all_to_all" (q, k, v, out and their gradients), "lse", "joint" (what joint queries
-    see on other ranks), "unshard", "control" (agreement; 16 bytes a group); in prefill and decode also "queries"
-    (on hops or gathered), "partials" (out and lse of a part of the keys), "out" (gathered). A message is one send to
-    one peer, or one collective.
+    see on other ranks), "unshard", "loss" (totals and counts), "logits" (from which a model's next tokens are drawn),
+    "control" (agreement; 16 bytes a group); in prefill and decode also "queries" (on hops or gathered), "partials"
+    (out and lse of a part of the keys), "out" (gathered). A message is one send to one peer, or one collective.
     """
 
     bytes: Counter[str] = field(default_factory=Counter)
@@ -193,7 +193,7 @@ def all_gather(x: Tensor, group: str, kind: str) -> Tensor:
     """(...) of every rank, as (ranks, ...); without autograd."""
     process_group = _group(group)
     out = x.new_empty((process_group.size(), *x.shape))
-    _sent(kind, x.nbytes * (process_group.size() - 1))
+    _sent(kind, x.numel() * x.element_size() * (process_group.size() - 1))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # new in 2.13
     with _operation("an all-gather"):
         gather(out.flatten(0, 1), x.contiguous(), group=process_group)
@@ -210,7 +210,7 @@ def all_gather_uneven(x: Tensor, counts: Sequence[int], group: str, kind: str) -
 def all_reduce(x: Tensor, group: str, kind: str, *, largest: bool = False) -> None:
     """The sum over ranks, or the largest, in place; counted as a reduce-scatter and an all-gather."""
     process_group = _group(group)
-    _sent(kind, 2 * (process_group.size() - 1) * x.nbytes // process_group.size())
+    _sent(kind, 2 * (process_group.size() - 1) * x.numel() * x.element_size() // process_group.size())
     with _operation("an all-reduce"):
         dist.all_reduce(x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=process_group)
 
@@ -281,10 +281,11 @@ def agreed(axes: Sequence[Axis], check: Callable[[], T], facts: Callable[[T], Ma
     Raises:
         ValueError: on all ranks, as `agree` does.
     """
+    ask = ask and any(axis.size > 1 for axis in axes)  # facts may be work, such as a hash of a batch
     try:
         found = check()
     except Exception as mistake:
-        if ask and any(axis.size > 1 for axis in axes):
+        if ask:
             text = str(mistake) if isinstance(mistake, ValueError) else f"{type(mistake).__name__}: {mistake}"
             agree(axes, {}, text)
         raise
@@ -297,7 +298,7 @@ def _difference(reports: list[tuple[str, dict[str, str], str | None]]) -> str:
     if failed := [f"rank {rank}: {error}" for rank, _, error in reports if error]:
         return f"another rank refused this call, so it was not begun: {failed[0]}"
     lines = []
-    for name in reports[0][1]:
+    for name in dict.fromkeys(name for _, facts, _ in reports for name in facts):
         holders: dict[str, list[str]] = {}
         for rank, facts, _ in reports:
             holders.setdefault(facts.get(name, "absent"), []).append(rank)

@@ -76,6 +76,11 @@ def axes(mesh: DeviceMesh | None) -> tuple[Axis, Axis]:
     return _axis(mesh, "ring"), _axis(mesh, "ulysses")
 
 
+def data_axis(mesh: DeviceMesh | None) -> Axis:
+    """This rank's place on the "data" axis, if the mesh has one."""
+    return _axis(mesh, "data") if mesh is not None and "data" in (mesh.mesh_dim_names or ()) else ALONE
+
+
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
     dim = (mesh.mesh_dim_names or ()).index(name)  # slicing mesh[name] would take a millisecond
     size = mesh.size(dim)
