@@ -730,3 +730,31 @@ def _filled() -> str:
     with pytest.raises(ValueError) as caught:
         prefill(mesh, cache, seq=200, start=(200, 45), mask=Mask(True, documents=[[], [(0, 90)]]))
     return str(caught.value)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (2, 2), (4, 1)])
+def test_more_room(ranks, ring, ulysses):
+    """A cache that is full refuses, and goes on after `reserve` as one that had the room from the beginning."""
+    found = ranks(4)(_grown, ring, ulysses) if ring * ulysses > 1 else [_grown(1, 1)]
+    assert all(found)
+
+
+def _grown(ring: int, ulysses: int) -> bool:
+    mesh = pool.mesh(ring, ulysses) if ring * ulysses > 1 else None
+    sizes = {"batch": 2, "kv_heads": 2, "head_dim": 4, "dtype": torch.float64, "block": 1}
+    small, large = (KVCache(mesh, capacity=capacity, **sizes) for capacity in (12, 100))
+    generator = torch.Generator().manual_seed(0)
+    for n in range(60):
+        q, k, v = (torch.randn(2, 1, h, 4, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
+        if n == 12:
+            with pytest.raises(ValueError, match="capacity=12"):
+                decode_attention(q, k, v, mesh, small, mask=Mask(causal=True))
+            small.reserve(30)
+        elif n == 30:
+            small.reserve(30)  # has it
+            small.reserve(90)
+        out, expected = (decode_attention(q, k, v, mesh, x, mask=Mask(causal=True)) for x in (small, large))
+        assert torch.equal(out, expected)
+    with pytest.raises(ValueError, match="capacity=True"):
+        small.reserve(True)
+    return small.lengths == (60, 60) and small.capacity == 90 and small.memory_bytes <= large.memory_bytes

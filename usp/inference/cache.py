@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -82,7 +83,7 @@ class KVCache:
         self.kv_heads, self.heads, self.replicate_kv = kv_heads, heads, replicate_kv
         self.head_dim, self.head_dim_v = head_dim, head_dim_v
         own = self.plan(heads or kv_heads).keys[self.ulysses.rank]
-        slots = min(capacity, -(-capacity // self.ring.size) + 2 * max(block, self.ulysses.size, 2))
+        slots = self._slots(capacity)
         device = torch.device(device or ("cpu" if mesh is None else mesh.device_type))
         with torch.inference_mode(False):  # written to with and without it
             self.k = torch.zeros((batch, slots, len(own), head_dim), dtype=dtype, device=device)
@@ -124,6 +125,25 @@ class KVCache:
         """
         (row,) = self._rows([row])
         return self.slot_positions[row, : self.counts[row][self.ring.rank]]
+
+    def _slots(self, capacity: int) -> int:
+        """A rank's room for its share of so many tokens, and a little more."""
+        return min(capacity, -(-capacity // self.ring.size) + 2 * max(self.block, self.ulysses.size, 2))
+
+    def reserve(self, capacity: int) -> None:
+        """Have room for at least so many tokens of a sequence; what is kept is copied. On every rank.
+
+        Raises:
+            ValueError: if it is not a whole number from 1.
+        """
+        if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
+            raise ValueError(f"capacity={capacity!r}: a cache needs capacity as a whole number of at least 1")
+        more = self._slots(capacity) - self.k.shape[1]
+        self.capacity = max(self.capacity, capacity)
+        if more > 0:
+            with torch.inference_mode(False):
+                self.k, self.v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (self.k, self.v))
+                self.slot_positions = F.pad(self.slot_positions, (0, more))
 
     def reset(self, rows: Iterable[int] | None = None) -> None:
         """Forget the sequences of these numbers, or all; on every rank. Their next token is at position 0.
