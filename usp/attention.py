@@ -19,7 +19,7 @@ from usp.masks import Mask
 from usp.merging import merge, with_sinks
 from usp.mesh import Axis, axes
 from usp.partitions import Layout, Partition
-from usp.ring import How, attend, check_call, check_ends, check_tensors
+from usp.ring import How, attend, attend_later, check_call, check_ends, check_tensors
 from usp.sharding import checked_axes, gather
 from usp.ulysses import lse_to_sequence, to_heads, to_sequence
 
@@ -191,6 +191,40 @@ def hybrid_attention(
     (out,) = to_sequence([with_sinks(out, lse, own_sinks)], "q", plan, ulysses)
     result = (out, lse_to_sequence(lse, plan, ulysses)) if return_lse else out
     return result if joint_result is None else (result, joint_result)
+
+
+def traced_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: tuple[Axis, Axis],
+    number: int,
+    *,
+    causal: bool,
+    window: int | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout: tuple[float, int] | None,
+    replicate_kv: bool,
+    exchange: str,
+    backend: str,
+) -> Tensor:
+    """`hybrid_attention` in a model that is traced with its batches as arguments; ranks and shapes are not checked.
+
+    Who has which tokens, and what they see, is looked up by the batch's number (`ring.numbered`) when the graph runs.
+    So one graph serves every batch of the same shapes, whatever its documents.
+    """
+    ring, ulysses = ranks
+    plan = HeadPlan(q.shape[2], k.shape[2], ulysses.size, replicate_kv)
+    scores = checked_scores(q, scale, softcap, None, None, dropout)
+    differentiated = torch.is_grad_enabled() and sinks is not None
+    able = kernels.select(backend, q, v, scores, lse_gradient=differentiated, span=0)
+    q, k, v = to_heads([q, k, v], "qkk", plan, ulysses)
+    how = How(plan.groups(ulysses.rank), scores.of(plan.queries[ulysses.rank]), able, exchange, False)
+    out, lse = attend_later(q, k, v, dropout[1] if dropout else 0, ring, number, causal, window, how)
+    own_sinks = None if sinks is None else own_heads(sinks, plan.queries, ulysses, dim=0)
+    return to_sequence([with_sinks(out, lse, own_sinks)], "q", plan, ulysses)[0]
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -166,7 +166,7 @@ _handles = itertools.count()
 _by_handle: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)  # of 131,072 packed tokens one is up to a MiB; the layers of a model share a few
 def interned(plan: Pass) -> Pass:
     """The one plan equal to this one. Recent ones are kept; older ones live while a backward needs them."""
     _by_handle[plan.handle] = plan
@@ -194,6 +194,70 @@ def _handle(
 # sets; calling that would import the whole compiler, which takes seconds, for everybody.
 _handle._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 _traced: set[Pass] = set()
+
+
+@runtime_checkable
+class Batch(Protocol):
+    """Who has which tokens of a batch, and what they see."""
+
+    tokens: Partition
+
+    def mask(self, *, causal: bool, window: int | None = None) -> Mask: ...
+
+
+class Wanted(NamedTuple):
+    """What a layer of a traced model asks for, whatever the batch: the rest of a `Pass`."""
+
+    causal: bool
+    window: int | None
+    ring: Axis
+    how: How
+    reach: int | None
+
+
+# A graph that has the number of a plan in it is made again for each plan. So a model that is traced with its batches as
+# arguments computes a number from that of the batch (an argument) and that of what its layer wants (a constant); such
+# numbers are negative, and are looked up when the graph runs.
+_WANTED = 1 << 16
+_batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+_wanted: dict[Wanted, int] = {}
+
+
+def numbered(batch: Batch) -> int:
+    """A number for a batch, by which it is found as long as it lives."""
+    number = next(_numbers)
+    _batches[number] = batch
+    return number
+
+
+def _wanted_number(causal: bool, window: int | None, ring: tuple, how: tuple, scores: tuple, reach: int | None) -> int:
+    wanted = Wanted(causal, window, Axis(*ring), How(*how)._replace(scores=Scores(*scores)), reach)
+    return _wanted.setdefault(wanted, len(_wanted))
+
+
+_wanted_number._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _plan(handle: int) -> Pass:
+    return _by_handle[handle] if handle >= 0 else _found(-handle)
+
+
+@lru_cache(maxsize=256)  # backward may come when nobody else has the batch any more
+def _found(number: int) -> Pass:
+    batch = _batches[number // _WANTED]
+    causal, window, ring, how, reach = list(_wanted)[number % _WANTED]
+    return interned(Pass(batch.mask(causal=causal, window=window), batch.tokens, batch.tokens, ring, how, reach))
+
+
+def attend_later(
+    q: Tensor, k: Tensor, v: Tensor, seed: int, ring: Axis, number: int, causal: bool, window: int | None, how: How
+) -> tuple[Tensor, Tensor]:
+    """`attend` to a batch that is known by its number (`numbered`), for traced models."""
+    reach = kernels.reach(how.backend, q.dtype, how.scores)
+    wanted = _wanted_number(causal, window, tuple(ring), tuple(how), tuple(how.scores), reach)
+    out, lse, _ = torch.ops.usp.ring_forward(q, k, v, None, seed, -(number * _WANTED + wanted), False)
+    return out, lse
 
 
 def ring_attention(
@@ -267,7 +331,7 @@ def attend(
         how = how._replace(exchange="ring")
     reach = kernels.reach(how.backend, q.dtype, how.scores)
     handle = _handle(mask, tokens, keys, tuple(ring), tuple(how), tuple(how.scores), reach, local)
-    out, lse, _ = torch.ops.usp.ring_forward(q, k, v, table, seed, handle)
+    out, lse, _ = torch.ops.usp.ring_forward(q, k, v, table, seed, handle, how.float32_delta)
     return out, lse
 
 
@@ -350,23 +414,24 @@ check_ends._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMembe
 # `rest` is what rounding took from out, or empty; `dtable` is empty if there is no table.
 torch.library.define(
     "usp::ring_forward",
-    "(Tensor q, Tensor k, Tensor v, Tensor? table, SymInt seed, int handle) -> (Tensor out, Tensor lse, Tensor rest)",
+    "(Tensor q, Tensor k, Tensor v, Tensor? table, SymInt seed, SymInt handle, bool float32_delta)"
+    " -> (Tensor out, Tensor lse, Tensor rest)",
 )
 torch.library.define(
     "usp::ring_backward",
     "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? table, Tensor out, Tensor lse, Tensor rest,"
-    " SymInt seed, int handle) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dtable)",
+    " SymInt seed, SymInt handle) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dtable)",
 )
 
 
 @torch.library.impl("usp::ring_forward", "CompositeExplicitAutograd")
 def _ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, seed: int, handle: int
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, seed: int, handle: int, float32_delta: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    plan = _by_handle[handle]
+    plan = _plan(handle)
     wide = accumulator_dtype(q.dtype)
     batch, seq, heads, _ = q.shape
-    keeps_rest = plan.how.float32_delta and q.dtype != wide
+    keeps_rest = float32_delta and q.dtype != wide
     out = q.new_zeros((batch, seq, heads, v.shape[3]), dtype=wide)
     lse = q.new_full((batch, heads, seq), -torch.inf, dtype=wide)
     with torch.autocast(q.device.type, enabled=False):
@@ -399,7 +464,7 @@ def _ring_backward(
     seed: int,
     handle: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = _by_handle[handle]
+    plan = _plan(handle)
     wide = accumulator_dtype(q.dtype)
     dout = torch.zeros_like(out) if dout is None else dout
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -435,23 +500,24 @@ def _slices(groups: tuple[Group, ...]) -> list[tuple[slice, slice]]:
 
 
 @torch.library.register_fake("usp::ring_forward")
-def _(q: Tensor, k: Tensor, v: Tensor, table, seed, handle: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, table, seed, handle, float32_delta: bool) -> tuple[Tensor, Tensor, Tensor]:
     batch, seq, heads, _ = q.shape
     wide = accumulator_dtype(q.dtype)
     out, lse = q.new_empty((batch, seq, heads, v.shape[3])), q.new_empty((batch, heads, seq), dtype=wide)
-    keeps_rest = _by_handle[handle].how.float32_delta and q.dtype != wide
+    keeps_rest = float32_delta and q.dtype != wide
     return out, lse, q.new_empty(out.shape if keeps_rest else 0)
 
 
 @torch.library.register_fake("usp::ring_backward")
-def _(dout, dlse, q: Tensor, k: Tensor, v: Tensor, table, out, lse, rest, seed, handle: int):
+def _(dout, dlse, q: Tensor, k: Tensor, v: Tensor, table, out, lse, rest, seed, handle):
     dtable = q.new_empty(0) if table is None else table.new_empty(table.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dtable
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, table, ctx.seed, ctx.handle = inputs
-    ctx.plan = _by_handle[ctx.handle]  # keeps it alive
+    q, k, v, table, ctx.seed, ctx.handle, _ = inputs
+    if isinstance(ctx.handle, int) and not torch.compiler.is_compiling():
+        ctx.plan = _plan(ctx.handle)  # keeps it alive
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(q, k, v, table, *output)
@@ -461,7 +527,7 @@ def _gradient(ctx, dout: Tensor | None, dlse: Tensor | None, _):
     q, k, v, table, *saved = ctx.saved_tensors
     *grads, dtable = torch.ops.usp.ring_backward(dout, dlse, q, k, v, table, *saved, ctx.seed, ctx.handle)
     assert all(grad.shape == x.shape for grad, x in zip(grads, (q, k, v), strict=True))
-    return *grads, None if table is None else dtable, None, None
+    return *grads, None if table is None else dtable, None, None, None
 
 
 def _no_second_gradient(ctx, *grads):
