@@ -26,6 +26,8 @@ import usp
 import usp.nn  # with all that it needs: ranks are forked from a process that has it
 
 DEADLINE_S = 60.0
+# Beside the tests, what autograd.grad imports when it is given gradients, and FSDP: seconds in every rank.
+PRELOADED = ["tests.hybrid", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp"]
 
 
 class Pool:
@@ -35,10 +37,7 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory()
         folder = Path(self.folder.name)
         context = multiprocessing.get_context("forkserver")
-        # Beside the tests, what autograd.grad imports when it is given gradients, and FSDP: seconds in every rank.
-        context.set_forkserver_preload(
-            ["tests.hybrid", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp"]
-        )
+        context.set_forkserver_preload(PRELOADED)
         self.stacks = [folder / f"stack{rank}" for rank in range(world)]
         self.pipes, self.processes = [], []
         for rank in range(world):
