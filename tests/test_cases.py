@@ -11,6 +11,7 @@ Rows of what is not built yet say what they wait for, and must be refused until 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import itertools
 import json
@@ -27,10 +28,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 import usp
 import usp.inference
@@ -49,7 +53,11 @@ LONG = 1000  # tokens of which the reference is a matter of seconds: one rank ma
 WHERE = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}  # dim of the tokens
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[f"{row['id']} {row['what']}" for row in ROWS])
+def _shown(row: dict):
+    return pytest.param(row, id=f"{row['id']} {row['what']}", marks=[pytest.mark.hf] * ("needs" in row))
+
+
+@pytest.mark.parametrize("row", [_shown(row) for row in ROWS])
 def test_case(ranks, row):
     assert outcome(ranks, row)
 
@@ -1089,6 +1097,230 @@ def _full_cache(row: dict) -> str:
         assert (call[0](*call[1:], mask=Mask(True)) - expected[:, n : n + 1]).abs().max() < 1e-5
 
 
+# ---------------------------------------------------------------------------------------------------
+# Training.
+
+
+def near(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> float:
+    """The worst error, absolute and relative to each value."""
+    assert actual.isfinite().all(), f"{name} is not finite"
+    worst = ((actual.double() - expected).abs() / (1 + expected.abs())).max().item()
+    assert worst <= tolerance, f"{name} is off by {worst:.1e}, allowed {tolerance:.0e}"
+    return worst
+
+
+def loss(ranks, row: dict) -> str:
+    """Cross entropy of sharded logits, and its gradient, as of one process that has all micro-batches and samples."""
+    row = {"data": 1} | row
+    found = on_ranks(ranks(row["mesh"][0] * row["mesh"][1] * row["data"]), _loss, row)
+    counts, losses, errors, shards = zip(*found, strict=True)
+    assert len(set(losses)) == 1, "ranks have other losses"
+    for name in ("labels", "shift_labels"):
+        if name in row["expect"]:
+            assert [shard[name][0] for shard in shards] == row["expect"][name]
+    if "targets" in row["expect"]:
+        assert _targets(row)[1].flatten().tolist() == row["expect"]["targets"]  # and theirs is what ranks are held to
+    assert set(counts) == {row["expect"]["count"]}
+    assert losses[0] == row["expect"].get("loss", losses[0])
+    return f"loss {losses[0]:.4f} over {counts[0]} targets, worst error of loss and gradient {max(errors):.0e}"
+
+
+def _loss(row: dict) -> tuple[int, float, float, dict[str, list]]:
+    """On a rank: targets counted, the loss of all micro-batches, the worst error, the last micro-batch's labels."""
+    mesh = pool.mesh(*row["mesh"], row["data"])
+    tokens = usp.partition(row["seq"], mesh, row["layout"])
+    replica = dist.get_rank() // (tokens.ring * tokens.ulysses)
+    batches, wanted = _targets(row)
+    logits = normal(0, len(wanted), row["data"], row["seq"], row["vocabulary"]).float()
+    if row.get("ignored_logits"):
+        logits[wanted == -100] = float(row["ignored_logits"])
+
+    counted = wanted != -100
+    whole = logits.double().requires_grad_()
+    chosen = whole[counted].log_softmax(-1)[torch.arange(int(counted.sum())), wanted[counted]]
+    expected = -chosen.sum() / max(1, len(chosen))
+    (expected_grad,) = torch.autograd.grad(expected, whole)
+
+    shards = [usp.shard_batch({name: x[[replica]] for name, x in batch.items()}, mesh, tokens) for batch in batches]
+    count = usp.count_targets(*(x["shift_labels"] for x in shards), mesh=mesh)
+    total, errors = torch.zeros(()), []
+    for n, shard in enumerate(shards):
+        assert torch.equal(usp.unshard(shard["shift_labels"], mesh, tokens), wanted[n, [replica]])
+        local = usp.shard(logits[n, [replica]], mesh, tokens).requires_grad_()
+        part = usp.sequence_parallel_loss(
+            local, shard["shift_labels"], mesh, num_items=count if len(shards) > 1 else None, gradients="sum"
+        )
+        (grad,) = torch.autograd.grad(part, local)
+        assert (grad[shard["shift_labels"] == -100] == 0).all()
+        grad = usp.unshard(grad, mesh, tokens)
+        errors.append(near("a gradient", grad, expected_grad[n, [replica]], row["tolerance"]["grad"]))
+        total += part.detach()
+    errors.append(near("the loss", total, expected.detach(), row["tolerance"]["loss"]))
+    kept = {name: shards[-1][name].tolist() for name in ("labels", "shift_labels") if name in shards[-1]}
+    return count, total.item(), max(errors), kept
+
+
+def _targets(row: dict) -> tuple[list[dict[str, Tensor]], Tensor]:
+    """Micro-batches as a loader gives them, and the targets that they should have, (micro-batch, sample, seq)."""
+    seq = row["seq"]
+    if "labels" in row:
+        labels = torch.tensor([row["labels"]])
+        lengths = row.get("documents", [[seq]])[0]
+        lasts = list(itertools.accumulate(lengths))
+        wanted = [row["labels"][n + 1] if n + 1 not in lasts else -100 for n in range(seq)]
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        return [{"labels": labels, "position_ids": positions}], torch.tensor([[wanted]])
+    local = seq // (row["mesh"][0] * row["mesh"][1])
+    drawn = torch.randint(row["vocabulary"], (len(row["valid"]), row["data"], seq), generator=torch.manual_seed(1))
+    for n, valid in enumerate(row["valid"]):  # of each rank, in contiguous shards
+        gone = [k >= real for real in valid for k in range(local)]
+        drawn[n].masked_fill_(torch.tensor(gone).view(row["data"], seq), -100)
+    return [{"shift_labels": x} for x in drawn], drawn
+
+
+class _OneAttention(nn.Module):
+    def __init__(self, row: dict):
+        super().__init__()
+        torch.manual_seed(0)
+        self.dim, inner = row["head_dim"], row["heads"] * row["head_dim"]
+        self.q, self.o = nn.Linear(inner, inner, bias=False), nn.Linear(inner, inner, bias=False)
+        self.k, self.v = (nn.Linear(inner, row["kv_heads"] * row["head_dim"], bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, mesh, tokens: Partition) -> Tensor:
+        q, k, v = (layer(x).unflatten(2, (-1, self.dim)) for layer in (self.q, self.k, self.v))
+        return self.o(usp.hybrid_attention(q, k, v, mesh, tokens, mask=Mask(causal=True)).flatten(2))
+
+
+ENGINES = ("none", "ddp", "fsdp2")
+
+
+def train_step(ranks, row: dict) -> str:
+    """Loss, gradients and their norm of one step: summed by hand, by DDP and by FSDP2 over all ranks, and alone."""
+    row = variants({"data": 1} | row)[0]
+    expected_loss, expected, expected_norm = _step_alone(row)
+    norms = []
+    for engine in ENGINES:
+        found = on_ranks(ranks(row["mesh"][0] * row["mesh"][1] * row["data"]), _step, row, engine)
+        assert len({value for value, _, _ in found}) == 1, f"{engine}: ranks have other losses"
+        for value, gradients, norm in found:
+            near(f"{engine}: the loss", torch.tensor(value), expected_loss, row["tolerance"]["loss"])
+            assert gradients.keys() == expected.keys()
+            for name, gradient in gradients.items():
+                near(f"{engine}: {name}", gradient, expected[name], row["tolerance"]["grad"])
+            assert abs(norm / expected_norm - 1) <= row["tolerance"]["norm"], (engine, norm, expected_norm)
+            norms.append(norm)
+    return (
+        f"loss {expected_loss:.4f}, gradient norm {max(norms):.6f} by {', '.join(ENGINES)}; alone {expected_norm:.6f}"
+    )
+
+
+def _step_inputs(row: dict) -> tuple[Tensor, Tensor]:
+    shape = row["data"], row["seq"], row["heads"] * row["head_dim"]
+    return normal(1, *shape).float(), normal(2, *shape).float()
+
+
+def _step_alone(row: dict) -> tuple[Tensor, dict[str, Tensor], float]:
+    """In float64. A constant loss adds itself to the mean, and nothing to the gradients."""
+    model = _OneAttention(row).double()
+    x, wanted = (x.double() for x in _step_inputs(row))
+    value = (model(x, None, Partition(row["seq"], "contiguous")) - wanted).square().mean()
+    value.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), row.get("clip", torch.inf))
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return value.detach() + row.get("constant", 0.0), gradients, norm.item()
+
+
+def _step(row: dict, engine: str) -> tuple[float, dict[str, Tensor], float]:
+    """On a rank: the loss, and what an optimiser gets: gradients and the norm that they were clipped by."""
+    mesh = pool.mesh(*row["mesh"], row["data"])
+    tokens = usp.partition(row["seq"], mesh, row["layout"])
+    replica = dist.get_rank() // (tokens.ring * tokens.ulysses)
+    x, wanted = (usp.shard(x[[replica]], mesh, tokens) for x in _step_inputs(row))
+    model: nn.Module = _OneAttention(row)
+    if engine == "ddp":
+        model = DistributedDataParallel(model)
+    elif engine == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    of_tokens = (model(x, mesh, tokens) - wanted).square().mean(2) + row.get("constant", 0.0)
+    gradients = "sum" if engine == "none" else "mean"
+    value = usp.mean_over_ranks(of_tokens.sum(), of_tokens.numel(), mesh, gradients=gradients)
+    value.backward()
+    if engine == "none":
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), row.get("clip", torch.inf))
+    found = {name.removeprefix("module."): parameter.grad for name, parameter in model.named_parameters()}
+    found |= {"norm": norm}
+    found = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
+    norm = found.pop("norm").item()
+    return value.item(), found, norm
+
+
+def sampler(ranks, row: dict) -> str:
+    """Which samples each rank gets, by epoch; then one rank's data are others'."""
+    ring_size, ulysses = row["mesh"]
+    sequence = ring_size * ulysses
+    found = on_ranks(ranks(sequence * row["data"]), _sampler, row)
+    for ids, _ in found:
+        assert len({tuple(x) for x in ids}) == row["epochs"], "epochs have one order"
+    for epoch in range(row["epochs"]):
+        drawn = [ids[epoch] for ids, _ in found]
+        groups = [drawn[n : n + sequence] for n in range(0, len(drawn), sequence)]
+        assert all(ids == group[0] for group in groups for ids in group)
+        assert sorted(itertools.chain(*(group[0] for group in groups))) == list(range(row["samples"]))
+    messages = [text for _, text in found]
+    own = range(row["odd_rank"] // sequence * sequence, (row["odd_rank"] // sequence + 1) * sequence)
+    for rank, text in enumerate(messages):
+        assert "batch['input_ids']" in text
+        assert f"on rank {row['odd_rank']}" in text
+        assert ("another rank refused" in text) == (rank not in own)
+    text = f"{row['samples']} samples in {row['data']} disjoint parts; if rank {row['odd_rank']} has others: "
+    return text + messages[row["odd_rank"]]
+
+
+def _sampler(row: dict) -> tuple[list[list[int]], str]:
+    mesh = pool.mesh(*row["mesh"], row["data"])
+
+    def loader(first: int) -> usp.ShardedLoader:
+        samples = [{"input_ids": torch.full((row["seq"],), first + n)} for n in range(row["samples"])]
+        dealt = usp.sampler(samples, mesh, seed=row["seed"])
+        return usp.ShardedLoader(DataLoader(samples, batch_size=row["batch"], sampler=dealt), mesh, row["layout"])
+
+    given, ids = loader(0), []
+    for epoch in range(row["epochs"]):
+        given.set_epoch(epoch)
+        ids.append([n for batch in given for n in batch["input_ids"][:, 0].tolist()])
+    with pytest.raises(ValueError) as caught:
+        next(iter(loader(100 if dist.get_rank() == row["odd_rank"] else 0)))
+    return ids, str(caught.value)
+
+
+def model(ranks, row: dict) -> str:
+    """A small Llama on shards: equal to one process, or named as unfit."""
+    from tests import models
+
+    said = []
+    ring, ulysses = row["mesh"]
+    for rank in ranks(ring * ulysses)(models.step, "llama", "plain", ring, ulysses, row["layout"], {}, {}, None):
+        (loss, logits, grads), (whole, whole_logits, whole_grads) = rank, models.alone("llama", "plain")
+        assert abs(loss - whole) <= 1e-5 * abs(whole)
+        near("logits", logits, whole_logits, 1e-4)
+        for name, grad in grads.items():
+            near(name, grad, whole_grads[name], 1e-4)
+    for name in row.get("implementations", ()):
+        for message in ranks(ring * ulysses)(models.other_attention, name, ring, ulysses):
+            assert name in message
+            said.append(message)
+    if "implementations" in row:
+        assert all(ranks(ring * ulysses)(models.first_reaches_last, ring, ulysses))
+    if "unfit" in row:
+        what, named = row["unfit"]
+        for message in ranks(ring * ulysses)(models.refusal, what, ring, ulysses):
+            assert named in message
+            said.append(message)
+    return "equal to one process; refused: " + said[0]
+
+
 OPERATIONS: dict[str, Callable] = {
     "attention": attention,
     "balance": balance,
@@ -1113,6 +1345,7 @@ OPERATIONS: dict[str, Callable] = {
                 merge,
             ),
             *(merge_orders, multiple, one_layout, padding, parts, rank_fails, replicas, sequence, story),
+            *(loss, model, sampler, train_step),
         )
     },
 }
@@ -1128,6 +1361,9 @@ def main() -> None:
     try:
         for row in ROWS:
             if wanted and row["id"] not in wanted:
+                continue
+            if "needs" in row and not importlib.util.find_spec(row["needs"]):
+                print(f"{row['id']}  {row['what']} ({row['source']})\n      not run: needs {row['needs']}, see make hf")
                 continue
             try:
                 text = outcome(pools.of, row)
