@@ -7,6 +7,7 @@ python -m tests.test_mutations 3 17        some of them, by number
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -31,6 +32,8 @@ TESTS = (
     "balance",
     "ledger",
     "inference",
+    "training",
+    "nn",
     "fuzz",
     "hybrid",
     "project",
@@ -336,6 +339,76 @@ MUTATIONS = (
         "if False:",
         "inference",
     ),
+    Mutation(
+        "labels shifted after they are cut",
+        "training.py",
+        'return shards | {"usp"',
+        'return shards | ({"shift_labels": shifted(shards["labels"])} if "labels" in shards else {}) | {"usp"',
+        "training",
+    ),
+    Mutation(
+        "each rank's mean over its own count",
+        "training.py",
+        "whole, found = _summed(sums, everyone)",
+        "whole, found = _summed(sums, everyone)[0], sums.new_tensor(float(count))",
+        "cases",
+    ),
+    Mutation(
+        "gradients that will be averaged are not scaled up",
+        "training.py",
+        'factor = math.prod([axis.size for axis in everyone]) if gradients == "mean" else 1',
+        "factor = 1",
+        "training",
+    ),
+    Mutation(
+        "ignored tokens go into the head as they are",
+        "nn.py",
+        "part = part.masked_fill((labels == ignore_index)[..., None], 0.0)",
+        "part = part",
+        "nn",
+    ),
+    Mutation(
+        "a tile keeps its activations",
+        "nn.py",
+        "checkpoint(function, *part, use_reentrant=False)",
+        "function(*part)",
+        "nn",
+    ),
+    Mutation(
+        "a recomputed layer goes round the ring again",
+        "nn.py",
+        "[torch.ops.usp.ring_forward.default, torch.ops.usp.to_sequence.default]",
+        "[torch.ops.usp.to_sequence.default]",
+        "nn",
+    ),
+    Mutation(
+        "the window of a layer is dropped",
+        "integrations/transformers.py",
+        "window = _window(module, sliding_window)",
+        "window = None",
+        "transformers",
+    ),
+    Mutation(
+        "the softcap of a layer is dropped",
+        "integrations/transformers.py",
+        '"softcap": softcap}',
+        '"softcap": None}',
+        "transformers",
+    ),
+    Mutation(
+        "padding that reaches the mask hook is dropped",
+        "integrations/transformers.py",
+        '    if attention_mask is not None:\n        raise ValueError(\n            "an attention mask',
+        '    if False:\n        raise ValueError(\n            "an attention mask',
+        "transformers",
+    ),
+    Mutation(
+        "each rank's own last token instead of the sequence's",
+        "integrations/transformers.py",
+        "chosen = ((here < tokens.seq) & (here >= tokens.seq - count)).nonzero()[:, 0]",
+        "chosen = torch.arange(len(here) - count, len(here))",
+        "transformers",
+    ),
     Mutation("ranks always agree", "comm.py", "if highest == -negated:", "if True:", "comm"),
 )
 
@@ -377,7 +450,7 @@ def caught(mutation: Mutation, folder: Path) -> str:
 
 def pytest_on(copy: Path, test: str) -> str:
     """What pytest prints for a test of a copy of the project."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", test]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "hf or not hf", test]
     try:
         return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=LIMIT_S).stdout
     except subprocess.TimeoutExpired:
@@ -386,15 +459,19 @@ def pytest_on(copy: Path, test: str) -> str:
 
 def main() -> None:
     wanted = [int(x) for x in sys.argv[1:]] or range(1, len(MUTATIONS) + 1)
-    missed = 0
+    missed = tried = 0
     for number in wanted:
         mutation, start_s = MUTATIONS[number - 1], time.monotonic()
+        if mutation.tests == "transformers" and not importlib.util.find_spec("transformers"):
+            print(f"{number:2}  {mutation.file}: {mutation.what}\n    not run: needs transformers, see make hf")
+            continue
+        tried += 1
         with tempfile.TemporaryDirectory() as folder:
             test = caught(mutation, Path(folder))
         missed += not test
         seconds = time.monotonic() - start_s
         print(f"{number:2}  {mutation.file}: {mutation.what}\n    {test or 'NOT CAUGHT'} ({seconds:.0f} s)", flush=True)
-    print(f"\n{len(wanted) - missed} of {len(wanted)} caught")
+    print(f"\n{tried - missed} of {tried} caught")
     sys.exit(missed > 0)
 
 
