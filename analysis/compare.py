@@ -154,6 +154,72 @@ def _group(records: list[dict], usual: dict[str, float]) -> Group:
 
 
 # ---------------------------------------------------------------------------------------------------
+# Models.
+
+
+def model_family(record: dict) -> str:
+    """What points of experiments.model have in common if they compute the same: a title for tables and pictures."""
+    config = record["config"]
+    rows = config["mesh"]["data"] * config["batch"]
+    own = {
+        "train": f"{config['steps']} steps, learning rate {config['learning_rate']}",
+        "evaluate": "loss",
+        "generate": f"{config['new_tokens']} new tokens",
+    }
+    return ", ".join(
+        (
+            config["model"],
+            config["phase"],
+            f"{rows} sequence{'s' * (rows > 1)} of {config['seq']:,} tokens",
+            own[config["phase"]],
+            config["dtype"],
+            *([] if config["device"] == "auto" else [f"device {config['device']}"]),
+            *([] if config["seed"] == 0 else [f"seed {config['seed']}"]),
+        )
+    )
+
+
+def model_job(config: dict) -> str:
+    """How a point of experiments.model computes it, in words."""
+    mesh = config["mesh"]
+    degrees = [f"{name} {mesh[name]}" for name in ("data", "ring", "ulysses") if mesh[name] > 1]
+    options = {"backend": "auto", "checkpoint": "none", "tile_mlp": None, "tile_loss": None}
+    given = [f"{key} {config[key]}" for key, usual in options.items() if config[key] != usual]
+    if not degrees:
+        whose = [] if config["attention"] == "auto" else [f"attention {config['attention']}"]
+        return ", ".join(("one process", *whose, *given))
+    engine = [] if config["phase"] != "train" else ["fsdp" if config["engine"] == "auto" else config["engine"]]
+    return ", ".join((" x ".join(degrees), config["layout"]["name"], *engine, *given))
+
+
+def beside_one_process(records: list[dict]) -> list[tuple[dict, dict | None]]:
+    """Each point of experiments.model, and that of one process which computes the same, if it has a result.
+
+    One that runs transformers alone comes before one that runs this library's attention.
+    """
+    alone: dict[tuple[str, str], dict] = {}
+    good = [record for record in records if record["status"] == "ok" and len(record["ranks"]) == 1]
+    for record in sorted(good, key=lambda record: record["summary"]["attention"] == "transformers"):
+        alone[model_family(record), record["machine"]["id"]] = record
+    return [(record, alone.get((model_family(record), record["machine"]["id"]))) for record in records]
+
+
+def loss_differences(record: dict, other: dict) -> list[float]:
+    """By step."""
+    pairs = zip(record["summary"]["losses"], other["summary"]["losses"], strict=True)
+    return [abs(mine - theirs) for mine, theirs in pairs]
+
+
+def same_tokens(record: dict, other: dict) -> int:
+    """How many tokens two points wrote alike before the first that differs, in the sequence where that is soonest."""
+    found = []
+    for mine, theirs in zip(record["summary"]["tokens"], other["summary"]["tokens"], strict=True):
+        differ = [n for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b]
+        found.append(differ[0] if differ else len(mine))
+    return min(found)
+
+
+# ---------------------------------------------------------------------------------------------------
 # Inference.
 
 KEYS, QUERIES = "pass_kv", "pass_q"  # what travels

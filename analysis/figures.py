@@ -127,6 +127,49 @@ def heatmap(records: list[dict], path: Path, columns: int = 5) -> Path:
     return _save(figure, records, "Hybrid attention, speed relative to the best mesh and layout (outlined)", path, 0)
 
 
+SERIES = (  # colours that everybody tells apart (Okabe and Ito), with lines of their own
+    ("#000000", "-", "o"),
+    ("#E69F00", "--", "s"),
+    ("#0072B2", ":", "^"),
+    ("#009E73", "-.", "D"),
+    ("#CC79A7", (0, (5, 1, 1, 1, 1, 1)), "v"),
+    ("#D55E00", (0, (1, 1)), "x"),
+)
+
+
+def training(records: list[dict], path: Path) -> Path:
+    """Loss by step, a panel for all that train the same; below it how far each is from one process."""
+    families: dict[str, list[tuple[dict, dict | None]]] = {}
+    for record, alone in compare.beside_one_process(records):
+        families.setdefault(compare.model_family(record), []).append((record, alone))
+    size = max(7.0, 5.5 * len(families)), 6.2
+    figure, grid = plt.subplots(2, len(families), figsize=size, squeeze=False, height_ratios=(3, 2), sharex="col")
+    for (upper, lower), (title, members) in zip(grid.T, families.items(), strict=True):
+        for n, (record, alone) in enumerate(sorted(members, key=lambda pair: len(pair[0]["ranks"]))):
+            colour, style, marker = SERIES[n % len(SERIES)]
+            losses = record["summary"]["losses"]
+            look = {"color": colour, "linestyle": style, "label": compare.model_job(record["config"])}
+            wide = 4.0 if n == 0 else 1.8  # the first is seen behind the others
+            upper.plot(range(len(losses)), losses, linewidth=wide, alpha=0.35 if n == 0 else 1.0, **look)
+            if alone is not None and alone is not record:
+                differences = compare.loss_differences(record, alone)
+                shown = [(step, x) for step, x in enumerate(differences) if x]  # 0 has no place on a log axis
+                markers = {"marker": marker, "markersize": 3, "linewidth": 1.0}
+                lower.plot(*zip(*shown, strict=True) if shown else ((), ()), **look | markers)
+        upper.set_title("\n".join(textwrap.wrap(title, 110)), fontsize=8)
+        upper.legend(frameon=False, fontsize=8)
+        lower.set_yscale("log")
+        lower.set_xlabel("step", fontsize=8)
+        for panel in (upper, lower):
+            panel.tick_params(labelsize=7)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.grid(True, axis="y", which="major", linewidth=0.4, alpha=0.5)
+    grid[0][0].set_ylabel("loss before the step, nats a token", fontsize=8)
+    grid[1][0].set_ylabel("difference to one process,\nnats a token (0 not shown)", fontsize=8)
+    dtypes = ", ".join(sorted({record["config"]["dtype"] for record in records}))
+    return _save(figure, records, f"Training on a mesh and in one process, {dtypes}", path, 0, timed=False)
+
+
 def owners(owned: dict[str, dict[str, Partition]], work: dict[str, list[int]], path: Path, columns: int = 2) -> Path:
     """Who owns what: for each mask the keys that each query sees, and below a bar a layout, coloured by ring rank."""
     rows = -(-len(owned) // columns)
@@ -190,12 +233,15 @@ def _cells(panel: Axes, points: list[tuple[dict, float | None, str]]) -> None:
     panel.spines[:].set_visible(False)
 
 
-def _save(figure: Figure, records: list[dict], title: str, path: Path, legend: float = 0.09) -> Path:
+def _save(
+    figure: Figure, records: list[dict], title: str, path: Path, legend: float = 0.09, timed: bool = True
+) -> Path:
     machine, versions = records[0]["machine"], records[0]["versions"]
     good = [record for record in records if record["status"] == "ok"]
     device = good[0]["summary"]["device"] if good else "cpu"
     where = f"{machine['cores']} cores of {machine['cpu']}" if device == "cpu" else device
-    figure.suptitle(f"{title}\n{where}, torch {versions['torch']}, {_clock(records)} time", fontsize=8)
+    time = f", {_clock(records)} time" if timed else ""
+    figure.suptitle(f"{title}\n{where}, torch {versions['torch']}{time}", fontsize=8)
     figure.tight_layout(rect=(0, legend, 1, 1))
     return _written(figure, path)
 

@@ -152,11 +152,12 @@ def to_parquet(records: list[dict], path: Path) -> Path:
 
 def pictures(experiment: str, records: list[dict], folder: Path) -> list[Path]:
     """Draw what there is to draw of an experiment's records."""
-    if experiment != "attention":
-        return []
     from analysis import figures
 
-    return [draw(records, folder / f"{draw.__name__}.png") for draw in (figures.speed, figures.heatmap)]
+    if experiment == "model":
+        records = [record for record in records if record["config"]["phase"] == "train" and record["status"] == "ok"]
+    wanted = {"attention": (figures.speed, figures.heatmap), "model": (figures.training,) if records else ()}
+    return [draw(records, folder / f"{draw.__name__}.png") for draw in wanted.get(experiment, ())]
 
 
 def _part(path: Path) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -239,6 +241,63 @@ def show_prefill(records: list[dict]) -> None:
     )
 
 
+def show_model(records: list[dict]) -> None:
+    """A table for all that computes the same; each mesh beside one process."""
+    console, usual = _console(), compare.usual_probes(records)
+    families: dict[str, list[tuple[dict, dict | None]]] = {}
+    several = len({record["machine"]["id"] for record in records}) > 1
+    for record, alone in compare.beside_one_process(records):
+        machine = f"machine {record['machine']['id']}, " if several else ""
+        families.setdefault(machine + compare.model_family(record), []).append((record, alone))
+    own = {
+        "train": ("last\nloss", "largest\ndifference"),
+        "evaluate": ("loss", "difference"),
+        "generate": ("tokens as in\none process",),
+    }
+    for title, members in families.items():
+        phase = members[0][0]["config"]["phase"]
+        table = _inference_table(title, [record for record, _ in members], ("ranks",))
+        columns = *own[phase], "tokens/s\ncomputed", "clock", "tokens/s\nwall", "MB\nsent", "messages"
+        for column in (*columns, "peak MiB\na rank", *(["cache MiB\na rank"] if phase == "generate" else [])):
+            table.add_column(column, justify="right")
+        for record, alone in sorted(members, key=lambda pair: math.prod(pair[0]["config"]["mesh"].values())):
+            cells = [compare.model_job(record["config"])]
+            if found := record.get("summary"):
+                speed = found["tokens_per_s"]
+                cells += [*_model_cells(record, alone)]
+                cells += ["-" if speed is None else f"{speed * compare.adjusted(record, usual):.1f}", found["clock"]]
+                cells += [f"{found['wall_tokens_per_s']:.1f}", f"{found['sent_bytes'] / 1e6:.2f}"]
+                cells += [f"{found['messages']:,}", _span(found["least_growth_bytes"], found["peak_growth_bytes"])]
+                cells += [f"{found['cache_bytes'] / 2**20:.2f}"] if phase == "generate" else []
+            else:
+                cells += [record["status"]]
+            table.add_row(*cells)
+        console.print(table)
+    console.print(
+        "Computed: tokens of the whole batch over CPU seconds that the slowest rank computes, outside this library's "
+        "communication; clock cpu: adjusted to equally fast cores, which ranks share. One process: transformers alone, "
+        "unless attention usp. MB and messages: of a step, of the loss or of all that is written, by the rank that "
+        "sends most, without what averages gradients or gathers weights. Peak: growth of memory in the first call.",
+        style="dim",
+    )
+
+
+def _model_cells(record: dict, alone: dict | None) -> list[str]:
+    found, phase = record["summary"], record["config"]["phase"]
+    apart = alone is not None and alone is not record
+    if phase == "generate":
+        count = len(found["tokens"][0])
+        same = compare.same_tokens(record, alone) if apart else count
+        return ["" if not apart else f"all {count}" if same == count else f"first {same} of {count}"]
+    difference = f"{max(compare.loss_differences(record, alone)):.1e}" if apart else ""
+    return [f"{found['loss']:.6f}", difference]
+
+
+def _span(least_bytes: int, most_bytes: int) -> str:
+    least, most = (f"{count / 2**20:.0f}" for count in (least_bytes, most_bytes))
+    return most if least == most else f"{least} to {most}"
+
+
 def crossover_line(records: list[dict]) -> str:
     """Where queries begin to travel at less cost than keys, predicted and measured, of prefills with a result."""
     found = compare.crossovers(records)
@@ -260,7 +319,7 @@ def _families(records: list[dict]) -> dict[str, list[dict]]:
 
 def _inference_table(title: str, records: list[dict], columns: tuple[str, ...]) -> Table:
     good = [record["summary"] for record in records if record["status"] == "ok"]
-    about = sorted({f"{found['device']}, {' + '.join(found['kernels'])}" for found in good})
+    about = sorted({f"{found['device']}, {' + '.join(found['kernels'] or ['transformers'])}" for found in good})
     table = Table(
         title=f"{title}\n({'; '.join(about) or 'no result'})",
         title_justify="left",
@@ -285,4 +344,4 @@ def _print_clocks(console: Console, records: list[dict]) -> None:
         console.print(STEP_CLOCKS[clock], style="dim")
 
 
-SHOWN = {"attention": show, "decode": show_decode, "prefill": show_prefill}  # by experiment
+SHOWN = {"attention": show, "decode": show_decode, "prefill": show_prefill, "model": show_model}  # by experiment

@@ -39,12 +39,22 @@ DecodeAlgorithm = Enum("DecodeAlgorithm", ["auto", *DECODE])
 PrefillAlgorithm = Enum("PrefillAlgorithm", ["auto", *PREFILL])
 Owner = Enum("Owner", list(OWNERS))
 Table = Enum("Table", list(published.TITLES))
+ModelName = Enum("ModelName", ["tiny_llama", "smollm2"])
+Phase = Enum("Phase", ["train", "evaluate", "generate"])
+Whose = Enum("Whose", ["auto", "usp", "transformers"])
+Engine = Enum("Engine", ["auto", "fsdp", "ddp"])
+Checkpoint = Enum("Checkpoint", ["none", "attention_kept", "all"])
 
 
 @dataclass
 class Mesh:
     ulysses: int = MISSING
     ring: int = MISSING
+
+
+@dataclass
+class DataMesh(Mesh):
+    data: int = 1  # replicas
 
 
 @dataclass
@@ -79,12 +89,10 @@ class Published:
 
 
 @dataclass
-class Point:
+class Job:
     """What every experiment's configuration has."""
 
     mesh: Mesh = field(default_factory=Mesh)
-    workload: Workload = field(default_factory=Workload)
-    measure: Measure = field(default_factory=Measure)
     dtype: Dtype = Dtype["float32"]
     backend: Backend = Backend["auto"]
     device: Device = Device["auto"]
@@ -93,6 +101,14 @@ class Point:
     force: bool = False  # measure again what has a good record
     name: str = MISSING
     results: str = "results/${name}"
+
+
+@dataclass
+class Point(Job):
+    """What the configuration of attention alone has, in whatever form."""
+
+    workload: Workload = field(default_factory=Workload)
+    measure: Measure = field(default_factory=Measure)
 
 
 @dataclass
@@ -136,12 +152,33 @@ class Prefill(Point):
     name: str = "prefill"
 
 
+@dataclass
+class Model(Job):
+    """Configuration of experiments.model. What only one phase has is null in the others: configs/phase sets it."""
+
+    model: ModelName = ModelName["tiny_llama"]
+    phase: Phase = Phase["train"]
+    mesh: DataMesh = field(default_factory=DataMesh)
+    layout: Layout = field(default_factory=Layout)
+    attention: Whose = Whose["auto"]  # that of transformers in one process, else this library's
+    seq: int = MISSING  # tokens of each sequence; of its prompt, if it is to go on
+    batch: int = 1  # sequences of each replica
+    tile_mlp: int | None = None
+    tile_loss: int | None = None
+    steps: int | None = None  # of training
+    learning_rate: float | None = None
+    engine: Engine | None = None  # who averages gradients; auto: fsdp on several ranks
+    checkpoint: Checkpoint = Checkpoint["none"]
+    new_tokens: int | None = None  # that follow each prompt, the likeliest at every place
+    name: str = "model"
+
+
 NOT_MEASURED = ("timeout_s", "force", "name", "results")  # what does not change what a point is
 
 
 def register() -> None:
     """Make the schemas and the resolver `scaled` known to Hydra."""
-    for schema in (Attention, Decode, Prefill):
+    for schema in (Attention, Decode, Prefill, Model):
         ConfigStore.instance().store(f"{schema.__name__.lower()}_schema", schema)
     OmegaConf.register_new_resolver("scaled", scaled, replace=True)
 

@@ -42,6 +42,8 @@ class Experiment:
     measure: Callable[[dict], dict]  # on every rank: its sample
     summary: Callable[[dict, list[dict]], dict]  # the figures of the table, of a configuration and the ranks' samples
     line: Callable[[dict], str]  # a summary in a few words, for a person who watches
+    prepare: Callable[[dict], None] = lambda config: None  # what ranks will find made, after the check; may raise too
+    preload: tuple[str, ...] = ()  # modules that would take every rank seconds to import
 
 
 def main(experiment: Experiment) -> None:
@@ -141,7 +143,7 @@ def check(config: dict) -> None:
     Raises:
         ValueError: naming the values.
     """
-    if config["measure"]["repeats"] < 1 or config["measure"]["warmup"] < 1:
+    if "measure" in config and min(config["measure"]["repeats"], config["measure"]["warmup"]) < 1:
         raise ValueError(f"measure.repeats and measure.warmup are at least 1: {config['measure']}")
     if not 0 < config["timeout_s"] < math.inf:
         raise ValueError(f"timeout_s={config['timeout_s']} is not a time to wait")
@@ -167,12 +169,13 @@ def run(experiment: Experiment, config: dict, path: Path, command: list[str]) ->
     try:
         check(config)
         experiment.check(config)
+        experiment.prepare(config)
         if RUNNING:
             samples = among_running(experiment, config, record, path)
         else:
-            world = config["mesh"]["ring"] * config["mesh"]["ulysses"]
+            world = math.prod(config["mesh"].values())
             with ranks.machine(alone=not ranks.shared(config["device"], world)):
-                samples = ranks.launch(experiment.measure, config, world, config["timeout_s"])
+                samples = ranks.launch(experiment.measure, config, world, config["timeout_s"], experiment.preload)
         record |= {"status": "ok", "ranks": samples, "summary": experiment.summary(config, samples)}
     except ranks.PointFailed as failure:
         record |= {"status": failure.status, "reason": failure.reason}
@@ -230,7 +233,9 @@ def name(experiment: Experiment, config: dict) -> str:
 
 
 def mesh_label(config: dict) -> str:
-    return f"u{config['mesh']['ulysses']}r{config['mesh']['ring']}"
+    mesh = config["mesh"]
+    replicas = f"d{mesh['data']}" if mesh.get("data", 1) > 1 else ""
+    return f"{replicas}u{mesh['ulysses']}r{mesh['ring']}"
 
 
 def workload_label(config: dict) -> str:
@@ -340,7 +345,7 @@ def provenance() -> dict:
         "dirty": bool(git("status", "--porcelain")),
         "versions": {
             "python": platform.python_version(),
-            **{package: installed(package) for package in ("usp", "torch", "hydra-core")},
+            **{package: installed(package) for package in ("usp", "torch", "transformers", "hydra-core")},
         },
         "machine": {
             "id": hashlib.sha256(f"{platform.node()} {model}".encode()).hexdigest()[:8],

@@ -59,12 +59,15 @@ def classify(error: BaseException) -> str:
 # Ranks as processes of this machine.
 
 
-def launch(function: Callable[[dict], dict], config: dict, world: int, timeout_s: float) -> list[dict]:
+def launch(
+    function: Callable[[dict], dict], config: dict, world: int, timeout_s: float, preload: tuple[str, ...] = ()
+) -> list[dict]:
     """function(config) on `world` new processes that form one job; the results by rank.
 
-    Processes are forked from one that has imported torch. They end when the process that started them ends, however
-    that happens. Where ranks share cores, each stays on one, and processes of the lowest priority keep every core busy:
-    a rank that outlives the others would run faster beside an idle core, and imbalance would look small.
+    Processes are forked from one that has imported torch and `preload`. They end when the process that started them
+    ends, however that happens. Where ranks share cores, each stays on one, and processes of the lowest priority keep
+    every core busy: a rank that outlives the others would run faster beside an idle core, and imbalance would look
+    small.
 
     Raises:
         PointFailed: with what happened first. All ranks are ended. After `timeout_s` each tells where it stands.
@@ -73,8 +76,8 @@ def launch(function: Callable[[dict], dict], config: dict, world: int, timeout_s
         multiprocessing.set_start_method("forkserver", force=True)  # joblib's own is unknown to the ranks
     context = multiprocessing.get_context("forkserver")
     # The last is what autograd.grad imports when it is given gradients: half a second in every rank of every point.
-    preload = ["experiments.ranks", "usp.nn", "usp.inference.decode", "torch.fx.experimental.symbolic_shapes"]
-    context.set_forkserver_preload(preload)
+    usual = ["experiments.ranks", "usp.nn", "usp.inference.decode", "torch.fx.experimental.symbolic_shapes"]
+    context.set_forkserver_preload([*usual, *preload])
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     alive, lifeline = context.Pipe(duplex=False)  # nothing is ever sent: it closes when this process ends
     kills = _kernel_kills()

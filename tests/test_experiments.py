@@ -28,8 +28,10 @@ from experiments.config import CONFIGS, register, scaled
 from tests import faults
 
 ROOT = Path(__file__).parent.parent
-OPTIONS = [f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "experiment"]
-EXPERIMENTS = sorted({path.stem for path in CONFIGS.glob("experiment/*.yaml")} - {"decode", "prefill"})
+GROUPS = {path.name for path in CONFIGS.iterdir() if path.is_dir()} - {"experiment", "phase", "setup"}
+OPTIONS = [f"{group}={path.stem}" for group in sorted(GROUPS) for path in CONFIGS.glob(f"{group}/*.yaml")]
+OTHERS = {"decode", "prefill", "model", "training"}  # experiments of other commands
+EXPERIMENTS = sorted({path.stem for path in CONFIGS.glob("experiment/*.yaml")} - OTHERS)
 
 
 def composed(*overrides: str, hydra: bool = False):

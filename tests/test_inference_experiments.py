@@ -74,6 +74,10 @@ def test_an_attention_point_keeps_its_hash():
         ("prefill", "experiment=decode", "not in 'Prefill'"),
         ("attention", "experiment=decode", "not in 'Attention'"),
         ("attention", "share=0.5", "share"),
+        ("attention", "mesh.data=2", "data"),
+        ("model", "phase=test", "test"),
+        ("model", "workload.heads=4", "workload"),
+        ("model", "experiment=decode", "not in 'Model'"),
     ],
 )
 def test_what_a_command_has_not_fails_when_its_configuration_is_composed(command, option, named):
