@@ -134,11 +134,11 @@ def parallelize(
         module._usp = parallel  # pyright: ignore[reportArgumentType]
         if tile_mlp is not None and isinstance(mlp := getattr(module, "mlp", None), nn.Module):
             mlp.forward = partial(_in_tiles, mlp.forward, tile_mlp)
+        if isinstance(module, PreTrainedModel) and module is not model:
+            module.register_forward_pre_hook(parallel.before_part, with_kwargs=True)
         if _asks_for_the_last_position(module):
             module.register_forward_pre_hook(parallel.before_rotary, with_kwargs=True)
             module.register_forward_hook(parallel.after_rotary)
-    if model.base_model is not model:
-        model.base_model.register_forward_pre_hook(parallel.before_part, with_kwargs=True)
     model.register_forward_pre_hook(parallel.before, with_kwargs=True)
     model.register_forward_hook(parallel.after, with_kwargs=True)
     if _is_language_model(model):
