@@ -205,7 +205,8 @@ def _work(
         if shared(config["device"], world):
             _stay_on(rank)
         store = dist.TCPStore("127.0.0.1", port, world, wait_for_workers=False)
-        join(config["device"], 2 * timeout_s, store, rank, world)  # the launcher's deadline comes first
+        # The launcher's deadline comes first, also if it is short and this rank began late.
+        join(config["device"], timeout_s + 2 * GRACE_S, store, rank, world)
         result = function(config)
     except BaseException as error:
         reports.send((classify(error), f"{type(error).__name__}: {error}", time.time()))
