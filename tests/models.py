@@ -512,3 +512,20 @@ UNFIT = {
     "module": lambda: torch.nn.Linear(2, 2),
     "options": lambda: made("llama", vocab_size=64 + dist.get_rank()),
 }
+
+
+def chosen() -> tuple[tuple, Tensor]:
+    """On four ranks: every option that is handed on is what then happens."""
+    with usp.measure_traffic() as traffic:
+        options = {"exchange": "all_gather", "backend": "tiled", "replicate_kv": True}
+        found = step("llama", "packed", 2, 2, "zigzag", {}, options, None)
+    assert traffic.bytes["all_gather"]
+    assert not traffic.bytes["ring"]
+    assert set(traffic.kernels) == {"tiled"}
+    model = parallelize(made("llama"), pool.mesh(2, 2), prefill="pass_q", decode="gather_q").eval()
+    with usp.measure_traffic() as traffic:
+        text = model.generate(batch("plain")["input_ids"][:, :PROMPT], max_new_tokens=12, do_sample=False)
+    assert traffic.bytes["queries"]
+    assert traffic.bytes["lse"]
+    assert not traffic.bytes["ring"]
+    return found, text

@@ -126,6 +126,13 @@ def test_right_padding_without_a_cache(ranks):
         assert close(found[real], alone("llama", "right")[1][real])
 
 
+def test_options_are_handed_on(ranks):
+    expected = models.generated("llama", None, "plain", do_sample=False)
+    for found, text in ranks(4)(models.chosen):
+        check(found, alone("llama", "packed"))
+        assert torch.equal(text, expected)
+
+
 def test_two_models_on_two_meshes(ranks):
     for found in ranks(2)(models.two_models):
         for family, (loss, grads) in zip(("llama", "qwen3"), found, strict=True):
