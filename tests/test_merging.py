@@ -6,9 +6,11 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import usp
 from tests import oracle
+from usp import merging
 from usp.merging import accumulate
 
 INF = float("inf")
@@ -114,3 +116,29 @@ def test_half_precision_is_summed_in_float32():
     (a, b) = parts[:2]
     assert usp.merge(a[0].bfloat16(), a[1].float(), b[0].bfloat16(), b[1].float())[0].dtype == torch.bfloat16
     assert usp.merge(a[0].bfloat16(), a[1].float(), b[0].float(), b[1].float())[0].dtype == torch.float32
+
+
+def test_accumulate_widens_a_tile_at_a_time(monkeypatch):
+    """Many tiles give what one gives, and no copy of a half-precision block as large as the block is made."""
+    torch.manual_seed(0)
+    block, lse = torch.randn(2, 50, 4, 8).bfloat16(), torch.randn(2, 4, 50)
+    whole, tiled = (torch.randn(2, 50, 4, 8, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    for out, tile in ((whole, 1 << 18), (tiled, 3 * 2 * 4 * 8)):
+        monkeypatch.setattr(merging, "CPU_TILE", tile)
+        with Sizes() as sizes:
+            accumulate(out, lse.clone(), block, lse)
+        assert sizes.largest == max(min(tile, block.numel()), lse.numel())
+    assert torch.equal(whole, tiled)
+
+
+class Sizes(TorchDispatchMode):
+    """Elements of the largest tensor that an operator made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view and not func.name().endswith("_"):
+            made = "_to_copy" in func.name() or "sigmoid" in func.name()
+            self.largest = max(self.largest, result.numel() if made else 0)
+        return result

@@ -56,6 +56,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     return (out * per_row(left)).to(out.dtype)
 
 
+CPU_TILE, TILE = 1 << 18, 1 << 26  # elements: of a cache, and so that launches do not count
+
+
 def accumulate(
     out: Float[Tensor, "batch seq heads head_dim"],
     lse: Float[Tensor, "batch heads seq"],
@@ -67,9 +70,14 @@ def accumulate(
     Every row of the block has seen a key, so block_lse is finite and nothing needs a guard, also where
     the accumulator is still (0, -inf).
     """
-    weight = torch.sigmoid(block_lse - lse)
+    weight = per_row(torch.sigmoid(block_lse - lse))
     torch.logaddexp(lse, block_lse, out=lse)
-    out.lerp_(block_out.to(out.dtype), per_row(weight))
+    rows = out.shape[1]
+    if block_out.dtype != out.dtype:  # widened a tile at a time: in the cache, and not as large as out once more
+        tile = CPU_TILE if out.device.type == "cpu" else TILE
+        rows = max(1, tile * rows // out.numel())
+    for here, part, weights in zip(*(x.split(rows, 1) for x in (out, block_out, weight)), strict=True):
+        here.lerp_(part.to(out.dtype), weights)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
