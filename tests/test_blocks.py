@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import oracle
-from usp.blocks import Block, Kind, batch_rows, blocks, carried, needed, ring_order, schedule, steps
+from usp.blocks import Block, Kind, Load, batch_rows, blocks, carried, loads, needed, ring_order, schedule, steps
 from usp.masks import Mask, Region
 from usp.partitions import Layout, Partition
 
@@ -169,6 +169,27 @@ def test_a_start_for_each_batch_row():
     for row in range(2):
         count = coverage(Mask(causal=True), queries, keys, row)
         assert torch.equal(count, oracle.visible(Mask(causal=True), queries, keys, row).long())
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_loads_are_the_sums_over_blocks(layout):
+    """Of every rank and source, also where what looks alike is counted once: rings with and without padding."""
+    for ring, seq, start in ((1, 31, 0), (3, 31, 5), (4, 64, 0), (7, 31, 0)):
+        tokens = partition_of(layout, ring, seq, start=start)
+        for name, mask in MASKS.items():
+            found = loads(mask, tokens, tokens)
+            for rank, source in itertools.product(range(ring), repeat=2):
+                parts = [
+                    block
+                    for row in range(batch_rows(mask, tokens, tokens))
+                    for block in blocks(mask, tokens, rank, tokens, source, row)
+                ]
+                sums = Load(
+                    sum(x.pairs for x in parts),
+                    *(sum(map(len, x)) for x in ([y.q for y in parts], [y.k for y in parts])),
+                    len(parts),
+                )
+                assert found[rank].get(source, Load(0, 0, 0, 0)) == sums, (name, tokens, rank, source)
 
 
 def test_neighbours_are_one_block():

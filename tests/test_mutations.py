@@ -74,8 +74,8 @@ MUTATIONS = (
     Mutation(
         "other tokens taken for the same ones",
         "blocks.py",
-        "region.high == 0 and q_pieces == k_pieces",
-        "region.high == 0",
+        "high == 0 and q_pieces == k_pieces",
+        "high == 0",
         "blocks",
     ),
     Mutation(

@@ -22,10 +22,10 @@ seen from the bottom right: low = columns - rows. What a causal or edge rectangl
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from usp.ledger import Ledger
@@ -106,7 +106,9 @@ def blocks(
     regions = whole if reach is None else _cut(whole, queries.span(row), keys.span(row), reach)
     found: list[Block] = []
     for region in regions:
-        found += _joined(_rectangles(region, q_runs, queries.span(row), k_runs, keys.span(row)))
+        q_pieces = _inside(q_runs, region.queries, queries.span(row))
+        k_pieces = _inside(k_runs, region.keys, keys.span(row))
+        found += _joined(_rectangles(region.low, region.high, q_pieces, k_pieces))
     return tuple(sorted(found, key=lambda block: (block.q.start, block.k.start)))
 
 
@@ -192,23 +194,211 @@ def needed(mask: Mask, queries: Partition, keys: Tokens) -> tuple[tuple[Columns,
 
     Of striped keys, where every rank holds some of every document: all from the first to the last that anybody may see.
     """
+    if _striped(keys):
+        return _needed_hulls(mask, queries, keys)
     ranks = range(queries.ring)
     found: list[list[list[range]]] = [[[] for _ in ranks] for _ in ranks]
-    striped = _striped(keys)
-    hulls = [_hull(mask, keys, source) if striped else [] for source in ranks]
     for row in range(batch_rows(mask, queries, keys)):
         for region in mask.disjoint_regions(row):
-            if striped and all(map(all, found)):
-                break
-            holders = list(_holders(keys, row, region.keys))
-            for rank, q_runs in _holders(queries, row, region.queries):
-                for source, k_runs in holders:
-                    if striped and found[rank][source]:
-                        continue
-                    rectangles = _rectangles(region, q_runs, queries.span(row), k_runs, keys.span(row))
-                    columns = [block.k for block in rectangles]
-                    found[rank][source] += hulls[source] if striped and columns else columns
+            for rank, source, rectangles, (_, first) in _meetings(region, queries, keys, row):
+                if rectangles:
+                    columns = found[rank][source]
+                    columns += [range(first + block.k.start, first + block.k.stop) for block in rectangles]
     return tuple(tuple(_union(columns) for columns in row) for row in found)
+
+
+def _needed_hulls(mask: Mask, queries: Partition, keys: Tokens) -> tuple[tuple[Columns, ...], ...]:
+    """`needed` of striped keys. A few documents tell for most masks that everybody needs everybody's keys."""
+    ranks = range(queries.ring)
+    hulls = [_union(_hull(mask, keys, source)) for source in ranks]
+    regions = [(row, x) for row in range(batch_rows(mask, queries, keys)) for x in mask.disjoint_regions(row)]
+    found = [[False] * queries.ring for _ in ranks]
+    asked = _ASKED // queries.ring**2
+    for row, region in regions[:asked]:
+        for rank, source, rectangles, _ in _meetings(region, queries, keys, row):
+            found[rank][source] |= bool(rectangles)
+        if all(map(all, found)):
+            break
+    else:
+        if len(regions) > asked:
+            work = loads(mask, queries, keys)
+            found = [[source in work[rank] for source in ranks] for rank in ranks]
+    return tuple(tuple(hulls[source] if found[rank][source] else () for source in ranks) for rank in ranks)
+
+
+_ASKED = 1 << 18  # pairs of ranks
+
+
+class Load(NamedTuple):
+    """Work of a rank with one source's keys, in all batch rows that differ."""
+
+    pairs: int  # visible (query, key)
+    rows: int  # of all blocks: what is merged
+    columns: int
+    blocks: int
+
+    def __add__(self, other: tuple) -> Load:
+        return Load(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def loads(mask: Mask, queries: Partition, keys: Tokens) -> tuple[dict[int, Load], ...]:
+    """[rank][source]: the sums over `blocks`, without making those that look alike twice; no entry without work.
+
+    Dense masks, or a thousand documents, on 1,024 ranks take a few seconds at most.
+    """
+    if isinstance(keys, Partition) and _striped(queries) and _striped(keys):
+        return _striped_loads(mask, queries, keys)
+    found: list[dict[int, Load]] = [{} for _ in range(queries.ring)]
+    sums: dict[int, Load] = {}  # by rectangles that are shared between pairs
+    for row in range(batch_rows(mask, queries, keys)):
+        for region in mask.disjoint_regions(row):
+            for rank, source, rectangles, _ in _meetings(region, queries, keys, row):
+                if not rectangles:
+                    continue
+                if (load := sums.get(id(rectangles))) is None:
+                    joined = _joined(iter(rectangles))
+                    sizes = [(x.pairs, len(x.q), len(x.k), 1) for x in joined]
+                    load = sums[id(rectangles)] = Load(*map(sum, zip(*sizes, strict=True)))
+                found[rank][source] = found[rank][source] + load if source in found[rank] else load
+            sums.clear()  # their rectangles may be gone
+    return tuple(found)
+
+
+def sizes(mask: Mask, queries: Partition, keys: Tokens, ranks: Sequence[int]) -> list[dict[int, list[tuple[int, int]]]]:
+    """[n][source]: queries and keys of each of the `blocks` of ranks[n], in their order, row by row."""
+    found: dict[int, dict[int, list[tuple[int, int]]]] = {rank: {} for rank in ranks}
+    for row in range(batch_rows(mask, queries, keys)):
+        here: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        for region in mask.disjoint_regions(row):
+            joined: dict[int, list[Block]] = {}  # by rectangles that are shared between pairs
+            for rank, source, rectangles, (q_first, k_first) in _meetings(region, queries, keys, row, found):
+                if rectangles:
+                    some = joined.get(id(rectangles)) or joined.setdefault(id(rectangles), _joined(iter(rectangles)))
+                    places = here.setdefault((rank, source), [])
+                    places += [(q_first + x.q.start, k_first + x.k.start, len(x.q), len(x.k)) for x in some]
+        for (rank, source), places in here.items():
+            found[rank].setdefault(source, []).extend((q, k) for _, _, q, k in sorted(places))
+    return [found[rank] for rank in ranks]
+
+
+def _striped_loads(mask: Mask, queries: Partition, keys: Partition) -> tuple[dict[int, Load], ...]:
+    """`loads` where every rank has some of everything: a million pairs a region, on 1,024 ranks.
+
+    In the order of their first positions, what a rank has to do with each source changes only where sources begin to
+    hold a token less, or one end of the band moves on by an index. So sums are kept as differences between neighbours,
+    the four of a load in one integer.
+    """
+    ring = queries.ring
+    steps = [[0] * (ring + 1) for _ in range(ring)]
+    known: dict[tuple[int, int, int | None, int | None], int] = {}
+
+    def packed(rows: int, columns: int, low: int | None, high: int | None) -> int:
+        pieces = [Piece(0, Run(0, 1, rows))], [Piece(0, Run(0, 1, columns))]
+        found = _joined(_rectangles(low, high, *pieces))
+        return sum(x.pairs + (len(x.q) << _FIELD) + (len(x.k) << 2 * _FIELD) + (1 << 3 * _FIELD) for x in found)
+
+    for row in range(batch_rows(mask, queries, keys)):
+        q_start, k_start = queries.span(row)[0], keys.span(row)[0]
+        for q_span, k_span, low, high in mask.disjoint_regions(row):
+            (a, b), (c, d) = _both(q_span, queries.span(row)), _both(k_span, keys.span(row))
+            holders = min(ring, d - c)
+            for i in range(min(ring, b - a) if holders > 0 else 0):
+                mine, apart = steps[(a + i - q_start) % ring], c - a - i
+                rows = -((a + i - b) // ring)
+                edges = [holders, (d - c) % ring]
+                if high is not None:
+                    edges.append((high - apart) % ring + 1)
+                if low is not None:
+                    edges.append(ring - (apart - low) % ring)
+                j = 0
+                for end in sorted(edges):
+                    if not j < end <= holders:
+                        continue
+                    key = (
+                        rows,
+                        -((c + j - d) // ring),
+                        None if low is None else -((apart + j - low) // ring),
+                        None if high is None else (high - apart - j) // ring,
+                    )
+                    if (load := known.get(key)) is None:
+                        load = known[key] = packed(*key)
+                    if load:
+                        first, last = (c + j - k_start) % ring, (c + end - 1 - k_start) % ring + 1
+                        mine[first] += load
+                        mine[last] -= load
+                        if last <= first:  # round the end
+                            mine[0] += load
+                            mine[ring] -= load
+                    j = end
+    field = (1 << _FIELD) - 1
+    return tuple(
+        {
+            source: Load(*(x >> n * _FIELD & field for n in range(4)))
+            for source, x in enumerate(accumulate(mine[:-1]))
+            if x
+        }
+        for mine in steps
+    )
+
+
+_FIELD = 80  # bits: more than any sum has
+
+
+def _meetings(
+    region: Region, queries: Partition, keys: Tokens, row: int, ranks: Container[int] | None = None
+) -> Iterator[tuple[int, int, tuple[Block, ...], tuple[int, int]]]:
+    """(rank, source, rectangles, where they begin) of the ranks that may hold tokens of a region.
+
+    What lies alike towards each other is the same tuple of rectangles, counted from the first token of each side.
+    On 1,024 ranks there are a million pairs, and few that differ.
+    """
+    low, high = region.low, region.high
+    shapes: dict[tuple, int] = {}
+    sides = []
+    for tokens, span in ((queries, region.queries), (keys, region.keys)):
+        held = []
+        for rank, runs in _holders(tokens, row, span):
+            if pieces := _inside(runs, span, tokens.span(row)):
+                first = pieces[0].first
+                shape = tuple((x.first - first, x.run.step, x.run.count) for x in pieces)
+                ends = [(x.run.start, x.run.start + (x.run.count - 1) * x.run.step) for x in pieces]
+                held.append(
+                    (
+                        rank,
+                        [x._replace(first=x.first - first) for x in pieces],
+                        shapes.setdefault(shape, len(shapes)),
+                        ends,
+                        first,
+                    )
+                )
+        sides.append(held)
+    known: dict[tuple, tuple[Block, ...]] = {}
+    for rank, q_pieces, q_shape, q_ends, q_first in sides[0]:
+        if ranks is not None and rank not in ranks:
+            continue
+        for source, k_pieces, k_shape, k_ends, k_first in sides[1]:
+            towards = q_shape, k_shape, q_ends == k_ends, *_relations(q_ends, k_ends, low, high)
+            if (rectangles := known.get(towards)) is None:
+                rectangles = known[towards] = tuple(_rectangles(low, high, q_pieces, k_pieces))
+            yield rank, source, rectangles, (q_first, k_first)
+
+
+def _relations(q_ends: Sequence[Span], k_ends: Sequence[Span], low: int | None, high: int | None) -> list[int | bool]:
+    """Of each run of queries to each run of keys, by their first and last positions: sees all, nothing, or how far
+    they lie apart."""
+    found: list[int | bool] = []
+    for q_first, q_last in q_ends:
+        for k_first, k_last in k_ends:
+            if (high is not None and k_first - q_last > high) or (low is not None and k_last - q_first < low):
+                found.append(False)
+            elif (high is None or k_last - q_first <= high) and (low is None or low <= k_first - q_last):
+                found.append(True)
+            else:
+                found.append(k_first - q_first + _APART)
+    return found
+
+
+_APART = 1 << 62  # so that no distance is taken for True or False
 
 
 def _hull(mask: Mask, keys: Tokens, source: int) -> list[range]:
@@ -225,7 +415,7 @@ def _hull(mask: Mask, keys: Tokens, source: int) -> list[range]:
 def carried(need: Sequence[Sequence[Columns]]) -> tuple[Columns, ...]:
     """[source]: which of its keys leave home, in one message: those that any other rank sees."""
     ranks = range(len(need))
-    return tuple(_union(x for rank in ranks if rank != source for x in need[rank][source]) for source in ranks)
+    return tuple(_union({x for rank in ranks if rank != source for x in need[rank][source]}) for source in ranks)
 
 
 def in_message(block: Block, columns: Columns) -> Block:
@@ -275,19 +465,15 @@ def _inside(runs: Sequence[Run], region: Span, real: Span) -> list[Piece]:
     return pieces
 
 
-def _rectangles(
-    region: Region, q_runs: Sequence[Run], q_real: Span, k_runs: Sequence[Run], k_real: Span
-) -> Iterator[Block]:
+def _rectangles(low: int | None, high: int | None, q_pieces: list[Piece], k_pieces: list[Piece]) -> Iterator[Block]:
     """One region's blocks, run by run."""
-    q_pieces = _inside(q_runs, region.queries, q_real)
-    k_pieces = _inside(k_runs, region.keys, k_real)
-    if region.low is None and (region.high is None or (region.high == 0 and q_pieces == k_pieces)):
+    if low is None and (high is None or (high == 0 and q_pieces == k_pieces)):
         # Only the order of positions counts, and local order is that order: one rectangle for all runs.
         q_pieces, k_pieces = _as_one(q_pieces), _as_one(k_pieces)
     for q in q_pieces:
         full, partly = [], []
         for k in k_pieces:
-            seen = _seen(q.run, k.run, region.low, region.high)
+            seen = _seen(q.run, k.run, low, high)
             if seen:
                 full.append(k)
             elif seen is None:
@@ -295,7 +481,7 @@ def _rectangles(
         for k in _as_one(full):  # keys that all of these queries see are neighbours
             yield Block(range(q.first, q.first + q.run.count), range(k.first, k.first + k.run.count))
         for k in partly:
-            yield from _met(q, k, region.low, region.high)
+            yield from _met(q, k, low, high)
 
 
 def _seen(q: Run, k: Run, low: int | None, high: int | None) -> bool | None:
@@ -447,38 +633,52 @@ def steps(visits: Visits, rank: int) -> tuple[Step, ...]:
     A source's gradient is born at its first foreign visitor, follows the keys' way, and goes from the
     last visitor straight home.
     """
-    source_at: dict[int, int] = {}
-    send: dict[int, list[Hop]] = {}
-    receive: dict[int, Hop] = {}
-    spent: dict[int, list[int]] = {}
-    grad_send: dict[int, list[Hop]] = {}
-    grad_receive: dict[int, list[Hop]] = {}
+    return programs(visits, (rank,))[0]
+
+
+def programs(visits: Visits, ranks: Sequence[int]) -> list[tuple[Step, ...]]:
+    """`steps` of several ranks, at the cost of one."""
+    drafts = {rank: _Draft({}, {}, {}, {}, {}, {}) for rank in ranks}
     for source, stops in enumerate(visits):
         for (here, _), (there, due) in pairwise(stops):
-            if here == rank:
-                send.setdefault(due - 1, []).append(Hop(source, there))
-            if there == rank:
-                receive[due - 1] = Hop(source, here)
+            if here in drafts:
+                drafts[here].send.setdefault(due - 1, []).append(Hop(source, there))
+            if there in drafts:
+                drafts[there].receive[due - 1] = Hop(source, here)
         for n, (here, step) in enumerate(stops):
-            if here == rank:
-                source_at[step] = source
+            if here in drafts:
+                drafts[here].source_at[step] = source
                 last_use = stops[n + 1][1] - 1 if n + 1 < len(stops) else step
-                spent.setdefault(last_use, []).append(source)
+                drafts[here].spent.setdefault(last_use, []).append(source)
         foreign = stops[1:]
         home = [(source, foreign[-1][1] + 1)] if foreign else []
         for (here, _), (there, due) in zip(foreign, [*foreign[1:], *home], strict=True):
-            if here == rank:
-                grad_send.setdefault(due, []).append(Hop(source, there))
-            if there == rank:
-                grad_receive.setdefault(due, []).append(Hop(source, here))
-    return tuple(
-        Step(
-            source_at.get(step),
-            tuple(send.get(step, ())),
-            receive.get(step),
-            tuple(spent.get(step, ())),
-            tuple(grad_send.get(step, ())),
-            tuple(grad_receive.get(step, ())),
+            if here in drafts:
+                drafts[here].grad_send.setdefault(due, []).append(Hop(source, there))
+            if there in drafts:
+                drafts[there].grad_receive.setdefault(due, []).append(Hop(source, here))
+    return [drafts[rank].steps(len(visits) + 1) for rank in ranks]
+
+
+class _Draft(NamedTuple):
+    """A rank's program, by step."""
+
+    source_at: dict[int, int]
+    send: dict[int, list[Hop]]
+    receive: dict[int, Hop]
+    spent: dict[int, list[int]]
+    grad_send: dict[int, list[Hop]]
+    grad_receive: dict[int, list[Hop]]
+
+    def steps(self, count: int) -> tuple[Step, ...]:
+        return tuple(
+            Step(
+                self.source_at.get(step),
+                tuple(self.send.get(step, ())),
+                self.receive.get(step),
+                tuple(self.spent.get(step, ())),
+                tuple(self.grad_send.get(step, ())),
+                tuple(self.grad_receive.get(step, ())),
+            )
+            for step in range(count)
         )
-        for step in range(len(visits) + 1)
-    )
