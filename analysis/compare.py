@@ -258,7 +258,9 @@ def crossovers(records: Iterable[dict]) -> dict[str, str]:
     """
     costs: dict[str, dict[float, dict[str, float]]] = {"sizes": {}, "rates": {}, "bytes": {}, "seconds": {}}
     records = list(records)
-    rates = Rates(*(median(record["summary"]["rates"][key] for record in records) for key in Rates._fields))
+    measured = [record["summary"]["rates"] for record in records]
+    given = [key for key in Rates._fields if measured[0].get(key) is not None] if measured else []
+    rates = Rates(**{key: median(found[key] for found in measured) for key in given})
     for record in records:
         if (algorithm := record["config"]["algorithm"]) not in (KEYS, QUERIES):
             continue

@@ -23,6 +23,8 @@ from torch import Tensor
 import usp
 import usp.nn
 from experiments import points, ranks
+from usp.cost import Plan, Workload, traffic
+from usp.cost.counts import Volume
 
 
 def main() -> None:
@@ -59,7 +61,17 @@ def check(config: dict) -> None:
 
 
 def summary(config: dict, samples: list[dict]) -> dict:
-    """The figures of the table, from the ranks' samples."""
+    """The figures of the table, from the ranks' samples.
+
+    Raises:
+        ArithmeticError: if a rank sent something else than the cost model says.
+    """
+    points.check_traffic(samples, predicted(config))
+    return figures(config, samples)
+
+
+def figures(config: dict, samples: list[dict]) -> dict:
+    """The same of any samples."""
     found = points.figures(config, samples)
     found["forward_speed_per_s"] = 1 / points.slowest_s(samples, "forward_")
     if config["measure"]["baseline"]:
@@ -70,6 +82,16 @@ def summary(config: dict, samples: list[dict]) -> dict:
         found["baseline_cpu_s"] = median(alone)
         found["efficiency"] = median(a / b for a, b in zip(alone, together, strict=True))
     return found
+
+
+def predicted(config: dict) -> dict[tuple[int, int], Volume]:
+    """What each rank (ring rank, Ulysses rank) sends, before anything is run."""
+    mask = usp.Mask(causal=config["causal"], window=config["window"])
+    width = {"float64": 8, "float32": 4}.get(config["dtype"], 2)
+    call = Workload(seq=config["seq"], mask=mask, element_bytes=width, **config["workload"])
+    plan = Plan(**config["mesh"], layout=config["layout"]["name"], exchange=config["exchange"])
+    found = traffic(call, plan, backward=config["backward"])
+    return {divmod(n, plan.ulysses): volume for n, volume in enumerate(found)}
 
 
 def line(found: dict) -> str:

@@ -4,7 +4,7 @@
     python -m experiments.decode -m experiment=decode
 
 A step is `decode_attention` of `seq` new tokens of every sequence over a cache of `context` tokens. What it sends is
-held against `usp.inference.volumes.decode_volume`: a difference fails the point. Points, records and torchrun: as in
+held against `usp.cost.counts.decode_traffic`: a difference fails the point. Points, records and torchrun: as in
 experiments.attention.
 """
 
@@ -16,9 +16,10 @@ import torch
 
 import usp
 from experiments import points, ranks, sequences
+from usp.cost import Plan, Workload
+from usp.cost.counts import decode_traffic
 from usp.heads import runs
 from usp.inference import KVCache, decode_attention
-from usp.inference.volumes import decode_volume
 
 FILLED = 1 << 22  # elements of keys that are appended to the cache at once
 
@@ -59,20 +60,22 @@ def summary(config: dict, samples: list[dict]) -> dict:
         ArithmeticError: if a rank sent other than the formula says.
     """
     found = points.figures(config, samples)
-    for rank in samples:
-        for what in ("bytes", "messages"):
-            counted = {kind: n for kind, n in points.payload(rank[what]).items() if kind != "out"}
-            if counted != rank["formula"][what]:
-                raise ArithmeticError(f"rank {rank['rank']} sent {what} {counted}, by formula {rank['formula'][what]}")
+    by_formula = {(rank["ring_rank"], rank["ulysses_rank"]): rank["formula"] for rank in samples}
+    points.check_traffic(samples, by_formula)
     return found | {
         "token_s": 1 / found["speed_per_s"] / config["seq"],
         "wall_token_s": found["wall_s"] / config["seq"],
         "tokens_per_s": found["speed_per_s"] * config["seq"] * config["batch"],
-        "formula_bytes": max(sum(rank["formula"]["bytes"].values()) for rank in samples),
-        "formula_messages": max(sum(rank["formula"]["messages"].values()) for rank in samples),
+        "formula_bytes": max(_without_out(rank["formula"], 0) for rank in samples),
+        "formula_messages": max(_without_out(rank["formula"], 1) for rank in samples),
         "out_bytes": max(rank["bytes"].get("out", 0) for rank in samples),
         "cache_bytes": max(rank["cache_bytes"] for rank in samples),
     }
+
+
+def _without_out(formula: dict, what: int) -> int:
+    """Bytes (0) or messages (1) of the algorithm itself."""
+    return sum(pair[what] for kind, pair in formula.items() if kind != "out")
 
 
 def line(found: dict) -> str:
@@ -134,18 +137,12 @@ def measure(config: dict) -> dict:
     take_back()
     _, sample = ranks.counted(step, mesh)
     take_back()
-    volume = decode_volume(
-        "helix" if config["algorithm"] == "auto" else config["algorithm"],
-        ring=cache.ring.size,
-        rank=cache.ring.rank,
-        batch=config["batch"],
-        heads=len(cache.plan(workload["heads"]).queries[cache.ulysses.rank]),
-        head_dim=cache.head_dim,
-        head_dim_v=cache.head_dim_v,
-        element_bytes=cache.k.element_size(),
-        seq=config["seq"],
-    )
-    formula = {what: {kind: pair[n] for kind, pair in volume.items()} for n, what in enumerate(("bytes", "messages"))}
+    sizes = workload | {"batch": config["batch"], "seq": context}
+    call = Workload(mask=options["mask"], element_bytes=cache.k.element_size(), **sizes)
+    algorithm = "helix" if config["algorithm"] == "auto" else config["algorithm"]
+    plan = Plan(**config["mesh"], algorithm=algorithm)
+    volumes = decode_traffic(call, plan, seq=config["seq"], gather=config["gather"])
+    formula = volumes[cache.ring.rank * plan.ulysses + cache.ulysses.rank]
     sample |= {"error": error, "formula": formula, "cache_bytes": cache.memory_bytes}
     return sample | sequences.timed(config, step, take_back)
 

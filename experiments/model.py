@@ -30,6 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import usp
 import usp.nn
 from experiments import points, ranks
+from usp import cost
+from usp.cost import Model, Plan
+from usp.cost.counts import Volume
 from usp.heads import HeadPlan
 
 TEXT = Path(__file__).parent / "texts" / "gpl-3.0.txt"
@@ -149,9 +152,13 @@ def summary(config: dict, samples: list[dict]) -> dict:
     """The figures of the table, from the ranks' samples.
 
     Raises:
-        ArithmeticError: if ranks had another loss, or wrote other tokens.
+        ArithmeticError: if ranks had another loss, wrote other tokens, or sent something else for attention than the
+            cost model says.
     """
     found, first = points.figures(config, samples), samples[0]
+    if adapted(config) and config["phase"] != "generate":
+        others = set().union(*(rank["bytes"] for rank in samples)) - ATTENTION
+        points.check_traffic(samples, predicted(config), beside=others)
     losses = [rank["losses"] for rank in samples]
     if any(abs(x - y) > AGREED * abs(y) for mine in losses for x, y in zip(mine, losses[0], strict=True)):
         raise ArithmeticError(f"ranks have other losses: {[mine[-1] for mine in losses]}, by rank")
@@ -159,8 +166,6 @@ def summary(config: dict, samples: list[dict]) -> dict:
         raise ArithmeticError(f"ranks wrote other tokens: {[rank['tokens'] for rank in samples]}, by rank")
     if not all(map(math.isfinite, first["losses"])):
         raise ArithmeticError(f"the loss is no number: {first['losses']}")
-    length = config["new_tokens"] if config["phase"] == "generate" else config["seq"]
-    count = config["mesh"]["data"] * config["batch"] * length
     grown = [rank["peak_growth_bytes"] for rank in samples]
     computing_s = 1 / found["speed_per_s"] if found["clock"] == "cpu" else found["compute_s"]
     return found | {
@@ -170,13 +175,42 @@ def summary(config: dict, samples: list[dict]) -> dict:
         "tokens": first["tokens"],
         "text": first["text"],
         "parameters": first["parameters"],
-        "tokens_per_s": None if computing_s is None else count / computing_s,
-        "wall_tokens_per_s": count / found["wall_s"],
+        "tokens_per_s": None if computing_s is None else tokens_of(config) / computing_s,
+        "wall_tokens_per_s": tokens_of(config) / found["wall_s"],
         "least_growth_bytes": min(grown),
         "cache_bytes": max(rank["cache_bytes"] for rank in samples),
         "bytes_by_kind": _most([points.payload(rank["bytes"]) for rank in samples]),
         "messages_by_kind": _most([points.payload(rank["messages"]) for rank in samples]),
     }
+
+
+ATTENTION = {"ring", "ring_grad", "all_to_all"}  # kinds of traffic
+
+
+def predicted(config: dict) -> dict[tuple[int, int], Volume]:
+    """What each rank (ring rank, Ulysses rank) sends for attention in one step, before anything is run."""
+    shape = Model.from_config(TINY) if config["model"] == "tiny_llama" else cost.model("smollm2_135m")
+    mesh = config["mesh"]
+    plan = Plan(mesh["ring"], mesh["ulysses"], layout=config["layout"]["name"])
+    width = getattr(torch, config["dtype"]).itemsize
+    call = shape.attention(config["batch"], config["seq"], usp.Mask(causal=True), width)
+    passes = [cost.traffic(call, plan, backward=config["phase"] == "train")]
+    if config["checkpoint"] == "all" and config["phase"] == "train":
+        passes.append(cost.traffic(call, plan))  # once more, before backward
+    found = {}
+    for n, volumes in enumerate(zip(*passes, strict=True)):
+        kinds = {kind for volume in volumes for kind in volume}
+        found[divmod(n, plan.ulysses)] = {
+            kind: tuple(shape.layers * sum(volume.get(kind, (0, 0))[what] for volume in volumes) for what in (0, 1))
+            for kind in kinds
+        }
+    return found
+
+
+def tokens_of(config: dict) -> int:
+    """Of all replicas together in one call: ranks that share a sequence do not count its tokens once more."""
+    length = config["new_tokens"] if config["phase"] == "generate" else config["seq"]
+    return config["mesh"]["data"] * config["batch"] * length
 
 
 def _most(counts: list[dict[str, int]]) -> dict[str, int]:

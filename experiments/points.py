@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,6 +28,7 @@ from statistics import mean, median
 from analysis.records import SCHEMA
 from experiments import ranks
 from experiments.ranks import FIRST, RUNNING
+from usp.cost.counts import Volume
 
 LIMITS = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}  # what is above is not rounding
 
@@ -278,6 +279,23 @@ def figures(config: dict, samples: list[dict]) -> dict:
 def payload(counts: dict[str, int]) -> dict[str, int]:
     """Bytes or messages by kind without the agreement of ranks, which is 16 bytes a group."""
     return {kind: count for kind, count in counts.items() if kind != "control"}
+
+
+def check_traffic(
+    samples: list[dict], predicted: Mapping[tuple[int, int], Volume], *, beside: Container[str] = ()
+) -> None:
+    """Every rank, (ring rank, Ulysses rank), sent what was predicted, by kind; kinds of what is `beside` are not.
+
+    Raises:
+        ArithmeticError: naming the first rank that did not.
+    """
+    for rank in samples:
+        volume = predicted[rank["ring_rank"], rank["ulysses_rank"]]
+        for n, what in enumerate(("bytes", "messages")):
+            counted = {kind: number for kind, number in payload(rank[what]).items() if kind not in beside}
+            expected = {kind: pair[n] for kind, pair in volume.items()}
+            if counted != expected:
+                raise ArithmeticError(f"rank {rank['rank']} sent {what} {counted}, and {expected} was predicted")
 
 
 def slowest_s(samples: list[dict], part: str = "") -> float:

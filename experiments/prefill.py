@@ -22,6 +22,8 @@ import usp
 from experiments import points, ranks, sequences
 from usp.blocks import Hop
 from usp.comm import Exchange
+from usp.cost import Plan, Workload
+from usp.cost.counts import Volume, prefill_traffic
 from usp.inference import KVCache, Rates, Report, prefill_attention
 from usp.inference.volumes import exposed
 
@@ -66,7 +68,13 @@ def check(config: dict) -> None:
 
 
 def summary(config: dict, samples: list[dict]) -> dict:
-    """The figures of the table, from the ranks' samples; the report is the same on every rank."""
+    """The figures of the table, from the ranks' samples; the report is the same on every rank.
+
+    Raises:
+        ArithmeticError: if a rank sent something else than the cost model says.
+    """
+    by_formula = {(rank["ring_rank"], rank["ulysses_rank"]): rank["formula"] for rank in samples}
+    points.check_traffic(samples, by_formula)
     found, report = points.figures(config, samples), samples[0]["report"]
     sizes = (report[key] for key in ("ring", "kv_bytes", "gathered_bytes", "q_bytes", "partial_bytes"))
     return found | {
@@ -111,9 +119,19 @@ def measure(config: dict) -> dict:
     error = sequences.errors(config, out[:, real], lse[:, :, real], *everything, at[real])
     take_back()
     (_, report), sample = ranks.counted(call, mesh)
+    formula = predicted(config, cache, turn, report.algorithm)
     take_back()
-    sample |= {"error": error, "report": plain(report), "cache_bytes": cache.memory_bytes}
+    sample |= {"formula": formula, "error": error, "report": plain(report), "cache_bytes": cache.memory_bytes}
     return sample | sequences.timed(config, call, take_back)
+
+
+def predicted(config: dict, cache: KVCache, turn: usp.Partition, algorithm: str) -> Volume:
+    """What this rank sends in a turn which the cache now holds."""
+    shape = config["workload"] | {"batch": config["batch"], "seq": turn.seq}
+    call = Workload(mask=usp.Mask(causal=True), element_bytes=cache.k.element_size(), **shape)
+    plan = Plan(**config["mesh"], layout=config["layout"]["name"])
+    found = prefill_traffic(call, plan, turn, cache.ledger.alike(), algorithm)
+    return found[cache.ring.rank * plan.ulysses + cache.ulysses.rank]
 
 
 def filled(config: dict, mesh) -> KVCache:

@@ -28,7 +28,7 @@ from experiments.config import CONFIGS, register, scaled
 from tests import faults
 
 ROOT = Path(__file__).parent.parent
-GROUPS = {path.name for path in CONFIGS.iterdir() if path.is_dir()} - {"experiment", "phase", "setup"}
+GROUPS = {path.name for path in CONFIGS.iterdir() if path.is_dir()} - {"experiment", "phase", "plan", "setup"}
 OPTIONS = [f"{group}={path.stem}" for group in sorted(GROUPS) for path in CONFIGS.glob(f"{group}/*.yaml")]
 OTHERS = {"decode", "prefill", "model", "training"}  # experiments of other commands
 EXPERIMENTS = sorted({path.stem for path in CONFIGS.glob("experiment/*.yaml")} - OTHERS)
@@ -162,13 +162,13 @@ def test_speed_is_of_the_slowest_rank():
     base |= {"forward_compute_s": [1.0] * 3, "forward_wall_s": [1.0] * 3}
     fast = base | {"compute_s": [1.0, 1.0, 9.0], "wall_s": [3.0, 5.0, 4.0]}
     slow = base | {"compute_s": [2.0, 2.0, 2.0], "wall_s": [4.0, 4.0, 4.0]}
-    shared = attention.summary(config, [rank | {"clock": "cpu"} for rank in (fast, slow)])
+    shared = attention.figures(config, [rank | {"clock": "cpu"} for rank in (fast, slow)])
     assert shared["speed_per_s"] == pytest.approx(1 / 2.0)
     assert shared["balance"] == pytest.approx(0.75)
     assert shared["sent_bytes"] == 5
     disturbed = fast | {"compute_s": [3.0, 3.0, 3.0], "probe_s": [0.3, 0.3, 0.3]}  # on a core a third as fast
-    assert attention.summary(config, [disturbed | {"clock": "cpu"}, slow | {"clock": "cpu"}])["balance"] == 0.75
-    alone = attention.summary(config, [rank | {"clock": "wall", "probe_s": []} for rank in (fast, slow)])
+    assert attention.figures(config, [disturbed | {"clock": "cpu"}, slow | {"clock": "cpu"}])["balance"] == 0.75
+    alone = attention.figures(config, [rank | {"clock": "wall", "probe_s": []} for rank in (fast, slow)])
     assert alone["speed_per_s"] == 1 / 4.0  # calls took 4, 5 and 4 seconds
 
 
@@ -184,9 +184,30 @@ def test_a_wrong_result_is_no_result():
         "messages": {},
         "peak_growth_bytes": 0,
     } | times
-    assert attention.summary(config, [rank | {"error": {"out": (0.01, 1.0)}}])["errors"] == {"out": 0.01}
+    assert attention.figures(config, [rank | {"error": {"out": (0.01, 1.0)}}])["errors"] == {"out": 0.01}
     with pytest.raises(ArithmeticError, match=r"above 0\.05"):
-        attention.summary(config, [rank | {"error": {"out": (0.1, 1.0)}}])
+        attention.figures(config, [rank | {"error": {"out": (0.1, 1.0)}}])
+
+
+def test_what_is_sent_is_what_was_predicted():
+    config = {"workload": {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8}, "mesh": {"ulysses": 2, "ring": 1}}
+    config |= {"seq": 16, "causal": True, "window": None, "dtype": "float32", "exchange": "ring", "backward": False}
+    found = attention.predicted(config | {"layout": {"name": "zigzag"}})
+    assert found == {(0, 0): {"all_to_all": (8 * 8 * 4 * 4, 2)}, (0, 1): {"all_to_all": (8 * 8 * 4 * 4, 2)}}
+    samples = [
+        {
+            "rank": u,
+            "ring_rank": 0,
+            "ulysses_rank": u,
+            "bytes": {"all_to_all": 1024, "control": 16},
+            "messages": {"all_to_all": 2},
+        }
+        for u in range(2)
+    ]
+    points.check_traffic(samples, found)
+    samples[1]["messages"] = {"all_to_all": 3}
+    with pytest.raises(ArithmeticError, match=r"rank 1 sent messages .*3.* was predicted"):
+        attention.summary(config | {"layout": {"name": "zigzag"}}, samples)
 
 
 def test_wall_time_is_measured_alone():
@@ -524,7 +545,7 @@ SECONDS = {"device": "cpu", "dtype": "float32", "measure": {"warmup": 1, "repeat
 def reported(**seconds: float) -> dict:
     """The figures that every one of two ranks would report of a step with known times."""
     config = SECONDS | {"first_s": 0.0, "later_s": 0.0, "after_s": 0.0, "slower_s": 0.0} | seconds
-    both = [attention.summary(config, rank["all"]) for rank in ranks.launch(faults.pretend, config, 2, 60.0)]
+    both = [attention.figures(config, rank["all"]) for rank in ranks.launch(faults.pretend, config, 2, 60.0)]
     assert both[0] == both[1]
     return both[0]
 

@@ -176,9 +176,16 @@ def test_records_of_decoding(decoded):
 
 def test_a_step_that_sends_other_than_the_formula_is_no_result(decoded):
     record = decoded[0][0]
-    samples = [rank | {"formula": {"bytes": {"partials": 5}, "messages": {"partials": 1}}} for rank in record["ranks"]]
-    with pytest.raises(ArithmeticError, match=r"rank 0 sent bytes .* by formula"):
+    samples = [rank | {"formula": {"partials": (5, 1)}} for rank in record["ranks"]]
+    with pytest.raises(ArithmeticError, match=r"rank 0 sent bytes .* predicted"):
         decode.summary(record["config"], samples)
+
+
+def test_a_prefill_that_sends_other_than_predicted_is_no_result(prefilled):
+    record = prefilled[0][0]
+    samples = [rank | {"messages": {"ring": 7}} for rank in record["ranks"]]
+    with pytest.raises(ArithmeticError, match=r"rank 0 sent messages .*7.* predicted"):
+        prefill.summary(record["config"], samples)
 
 
 def test_records_of_prefills(prefilled):
@@ -192,7 +199,7 @@ def test_records_of_prefills(prefilled):
         assert 0 < max(found["errors"].values()) < 5e-6
         assert set(found["errors"]) == {"out", "lse"}
         assert found["by_sizes_s"].keys() == found["by_rates_s"].keys() == set(PREFILL)
-        assert min(found["rates"].values()) > 0
+        assert min(found["rates"][key] for key in ("flops_per_s", "bytes_per_s", "latency_s")) > 0
         report = record["ranks"][0]["report"]
         assert report == record["ranks"][1]["report"]
         assert report["step_flops"] > 0

@@ -26,6 +26,7 @@ LAYERS = [
     {"sharding", "ulysses", "ring"},
     {"attention"},
     {"inference"},
+    {"cost"},
     {"nn", "training"},
     {"integrations"},
 ]
@@ -49,6 +50,7 @@ PUBLIC = {
     "Region": "(queries, keys, low, high)",
     "Traffic": None,
     "backends": "()",
+    "cost": None,
     "heads_to_sequence": "(x, mesh, *, plan)",
     "hybrid_attention": "(q, k, v, mesh, tokens, *, mask, key_tokens, joint, replicate_kv, sinks, scale, softcap, "
     "alibi, bias, dropout, exchange, backend, float32_delta, check_ranks, return_lse)",
@@ -79,7 +81,7 @@ PUBLIC = {
 OF_INFERENCE = {
     "KVCache": "(mesh, *, batch, capacity, kv_heads, head_dim, head_dim_v, dtype, block, owner, replicate_kv, heads, "
     "device)",
-    "Rates": "(flops_per_s, bytes_per_s, latency_s)",
+    "Rates": "(flops_per_s, bytes_per_s, latency_s, overlap, collective_bytes_per_s, collective_latency_s)",
     "Report": None,
     "decode_attention": "(q, k, v, mesh, cache, *, mask, algorithm, gather, new, sinks, scale, softcap, alibi, bias, "
     "backend, check_ranks, return_lse)",
@@ -116,7 +118,10 @@ def test_imports_go_one_way():
             head, _, rest = module.partition(".")
             if head == "usp" and (target := rest.split(".")[0]) in level:
                 assert level[target] <= level[part(path)], f"{path} imports {module}"
-            assert part(path) not in PURE or head in ("usp", *sys.stdlib_module_names), f"{path} imports {module}"
+            known = part(path) in PURE | {"cost"}
+            assert not known or head in ("usp", *sys.stdlib_module_names), f"{path} imports {module}"
+            if part(path) == "cost" and module.startswith("usp.") and "." in rest:
+                assert f"{rest}.".startswith(("cost.", "inference.volumes.")) or rest.split(".")[0] in PURE, module
 
 
 def test_optional_packages_have_few_importers():
@@ -163,9 +168,11 @@ def python(code: str, path: Path) -> str:
 
 def test_the_pure_part_does_not_load_torch():
     code = (
-        "import sys, usp, usp.blocks, usp.inference.volumes\n"
+        "import sys, usp, usp.blocks, usp.inference.volumes, usp.cost\n"
         "tokens, mask = usp.Partition(8, 'zigzag', 2), usp.Mask(causal=True)\n"
         "assert usp.blocks.blocks(mask, tokens, 0, tokens, 1)\n"
+        "model, cluster = usp.cost.model('llama3_8b'), usp.cost.cluster('a100_80gb_1x8')\n"
+        "assert usp.cost.plan(model, cluster, 131072, 1, 'prefill').best\n"
         "print('torch' in sys.modules)"
     )
     assert python(code, ROOT).strip() == "False"
@@ -202,6 +209,8 @@ def test_the_built_wheel_works_alone(tmp_path):
         "expected = torch.nn.functional.scaled_dot_product_attention(\n"
         "    *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)\n"
         "assert torch.allclose(out, expected, atol=1e-6)\n"
+        "usp.cost.predict_model(usp.cost.model('llama3_8b'), usp.cost.Plan(8), usp.cost.cluster('a100_80gb_1x8'),\n"
+        "    seq=131072, batch=1, phase='prefill')\n"
         "print(usp.__file__)"
     )
     assert python(code, tmp_path / "site").strip() == str(tmp_path / "site" / "usp" / "__init__.py")

@@ -67,7 +67,7 @@ _HOMES = {
     "shard_batch": "training",
     "unshard": "sharding",
 }
-_PACKAGES = ["inference", "nn"]
+_PACKAGES = ["cost", "inference", "nn"]
 __all__ = [*_HOMES, *_PACKAGES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -87,6 +87,9 @@ class Rates(NamedTuple):
     flops_per_s: float = math.inf  # of attention, as achieved
     bytes_per_s: float = 1e9  # from one ring rank to the next, as achieved
     latency_s: float = 0.0  # of a message, whatever its size
+    overlap: float = 1.0  # of the time in which a rank both computes and sends, what share is saved
+    collective_bytes_per_s: float | None = None  # of an all-to-all or a gather, if it is not that of a hop
+    collective_latency_s: float | None = None
 
 
 class Report(NamedTuple):
@@ -120,23 +123,26 @@ def exposed(
 ) -> dict[str, float]:
     """Seconds of communication that computation does not hide, by prefill algorithm.
 
-    pass_kv     (N-1) max(0, hop(kv) - step)                   keys travel under the attention to those before
-    pass_q      (N-1) max(0, hop(q) - step) + all-to-all       queries travel; what comes back is never hidden
+    pass_kv     (N-1) open(kv)                   keys travel under the attention to those before
+    pass_q      (N-1) open(q) + all-to-all       queries travel; what comes back is never hidden
     all_gather  one collective of (N-1) gathered
 
-    hop(x) = latency + x / bandwidth. The selection rules of Context Parallelism for Scalable Million-Token Inference
-    (arXiv 2411.01783, equations 1, 2 and 5) are its limits: for an infinite rate of computing, pass_q is chosen
-    where new / (new + cached) < 2 kv_heads / heads / (2 + 4 / (head_dim element_bytes)).
+    hop(x) = latency + x / bandwidth, open(x) = hop(x) - overlap min(hop(x), step). The selection rules of Context
+    Parallelism for Scalable Million-Token Inference (arXiv 2411.01783, equations 1, 2 and 5) are its limits: for an
+    infinite rate of computing, pass_q is chosen where
+    new / (new + cached) < 2 kv_heads / heads / (2 + 4 / (head_dim element_bytes)).
     """
     if ring == 1:
         return dict.fromkeys(PREFILL, 0.0)
-    latency_s, others, step_s = rates.latency_s, ring - 1, step_flops / rates.flops_per_s
+    others, step_s = ring - 1, step_flops / rates.flops_per_s
+    together_s = rates.latency_s if rates.collective_latency_s is None else rates.collective_latency_s
 
     def hops(size_bytes: float) -> float:
-        return max(0.0, others * latency_s + others * size_bytes / rates.bytes_per_s - others * step_s)
+        hop_s = rates.latency_s + size_bytes / rates.bytes_per_s
+        return others * (hop_s - rates.overlap * min(hop_s, step_s))
 
     def collective(size_bytes: float) -> float:
-        return latency_s + others * size_bytes / rates.bytes_per_s
+        return together_s + others * (size_bytes / (rates.collective_bytes_per_s or rates.bytes_per_s))
 
     return {
         "pass_kv": hops(kv_bytes),
