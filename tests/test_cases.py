@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import math
 import random
 import sys
 import time
@@ -37,7 +38,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import usp
+import usp.cost
 import usp.inference
+from experiments.model import tokens_of
 from tests import compiled, hybrid, inference, oracle, pool
 from usp import Mask, Partition, comm, kernels
 from usp.blocks import blocks
@@ -948,6 +951,32 @@ def _sent_bytes(row: dict) -> int:
     return traffic.payload_bytes
 
 
+def flops(ranks, row: dict) -> str:
+    """As the cost model counts them; nothing runs."""
+    ring, ulysses = row["mesh"]
+
+    def of(mask: Mask) -> tuple[int, ...]:
+        sizes = {key: row[key] for key in ("batch", "seq", "heads", "kv_heads", "head_dim")}
+        return usp.cost.flops(usp.cost.Workload(mask=mask, **sizes), usp.cost.Plan(ring, ulysses))
+
+    found = of(Mask(**row["mask"]))
+    first, last = row["between"]
+    assert first <= sum(found) <= last
+    assert set(found) == {row.get("each", sum(found))}
+    assert sum(of(Mask(causal=False))) == row.get("full", sum(found))
+    return f"{sum(found):,} FLOPs, {found[0]:,} of the first process"
+
+
+def throughput(ranks, row: dict) -> str:
+    """As the table of experiments.model has them, of a step's seconds."""
+    ring, ulysses = row["mesh"]
+    mesh = {"data": row["data"], "ring": ring, "ulysses": ulysses}
+    config = {"phase": "train", "mesh": mesh, "batch": row["batch"], "seq": row["seq"]}
+    found = tokens_of(config) / row["step_s"]
+    assert [found, found / math.prod(mesh.values())] == row["expect"]
+    return f"{found:,.0f} tokens a second of all, {found / math.prod(mesh.values()):,.0f} a process"
+
+
 def compiled_once(ranks, row: dict) -> str:
     """In processes of its own, where signatures are not checked: checks cannot be traced."""
     text = compiled.printed()
@@ -1336,6 +1365,7 @@ OPERATIONS: dict[str, Callable] = {
                 degenerate,
                 entry_points,
                 even,
+                flops,
                 full_cache,
                 half,
                 joint,
@@ -1345,7 +1375,7 @@ OPERATIONS: dict[str, Callable] = {
                 merge,
             ),
             *(merge_orders, multiple, one_layout, padding, parts, rank_fails, replicas, sequence, story),
-            *(loss, model, sampler, train_step),
+            *(loss, model, sampler, throughput, train_step),
         )
     },
 }
