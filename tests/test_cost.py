@@ -43,6 +43,7 @@ from usp.cost import (
     step_flops,
     traffic,
 )
+from usp.cost.counts import most_sent
 from usp.cost.timing import CALIBRATED, EXTRAPOLATED, LOWER_BOUND, Constants, ring_pass
 from usp.cost.workload import plain_yaml
 from usp.inference.volumes import DECODE, exposed
@@ -85,6 +86,9 @@ def test_predicted_traffic_is_counted_traffic(ranks, ring, ulysses):
         call = Workload(mask=case.mask, element_bytes=case.dtype.itemsize, **sizes)
         how = Plan(ring, ulysses, layout=case.layout, **options)
         predicted = traffic(call, how, backward=True, lse=True)
+        for backward in (False, True):
+            sums = [sum(size for size, _ in x.values()) for x in traffic(call, how, backward=backward)]
+            assert most_sent(call, how, backward=backward) == max(sums)
         for (rank, u), counted in ranks(ring * ulysses)(_counted, case):
             assert counted == predicted[rank * ulysses + u], case
 

@@ -204,7 +204,7 @@ def needed(mask: Mask, queries: Partition, keys: Tokens) -> tuple[tuple[Columns,
                 if rectangles:
                     columns = found[rank][source]
                     columns += [range(first + block.k.start, first + block.k.stop) for block in rectangles]
-    return tuple(tuple(_union(columns) for columns in row) for row in found)
+    return tuple(tuple([_union(x) if len(x) > 1 else tuple(x) for x in row]) for row in found)
 
 
 def _needed_hulls(mask: Mask, queries: Partition, keys: Tokens) -> tuple[tuple[Columns, ...], ...]:

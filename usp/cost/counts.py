@@ -97,6 +97,17 @@ def traffic(workload: Workload, plan: Plan, *, backward: bool = False, lse: bool
     return _by_rank(workload, plan, tokens, _ring_traffic(workload, plan, tokens, tokens, backward), backward, lse)
 
 
+def most_sent(workload: Workload, plan: Plan, *, backward: bool = False) -> int:
+    """Bytes of the rank that sends most in one call: the largest sum in `traffic`."""
+    tokens = plan.tokens(workload.seq, workload.mask)
+    rings = _ring_traffic(workload, plan, tokens, tokens, backward)
+    most = []
+    for u in range(plan.ulysses):
+        exchanged = sum(size for _, size in _all_to_all_traffic(workload, plan, tokens, u, backward, lse=False))
+        most.append(exchanged + max(sum(size for _, size in ranks[u]) for ranks in rings))
+    return max(most)
+
+
 def prefill_traffic(
     workload: Workload, plan: Plan, tokens: Partition, held: Tokens, algorithm: str
 ) -> tuple[Volume, ...]:

@@ -195,11 +195,8 @@ class _Job:
             volumes = counts.decode_traffic(self.call(one, rows, self.mask), chosen)
             sent = max(sum(size for size, _ in volume.values()) for volume in volumes)
         else:
-            sent = max(
-                sum(size for size, _ in volume.values())
-                for mask in self.model.masks(self.mask)
-                for volume in counts.traffic(self.call(one, rows, mask), one, backward=self.phase == "train")
-            )
+            masks, train = self.model.masks(self.mask), self.phase == "train"
+            sent = max(counts.most_sent(self.call(one, rows, mask), one, backward=train) for mask in masks)
         return Candidate(chosen, "", prediction, needs, most * one.data, sent)
 
     def call(self, one: Plan, rows: int, mask: Mask) -> Workload:
