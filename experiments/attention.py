@@ -87,7 +87,7 @@ def figures(config: dict, samples: list[dict]) -> dict:
 def predicted(config: dict) -> dict[tuple[int, int], Volume]:
     """What each rank (ring rank, Ulysses rank) sends, before anything is run."""
     mask = usp.Mask(causal=config["causal"], window=config["window"])
-    width = {"float64": 8, "float32": 4}.get(config["dtype"], 2)
+    width = getattr(torch, config["dtype"]).itemsize
     call = Workload(seq=config["seq"], mask=mask, element_bytes=width, **config["workload"])
     plan = Plan(**config["mesh"], layout=config["layout"]["name"], exchange=config["exchange"])
     found = traffic(call, plan, backward=config["backward"])

@@ -18,7 +18,7 @@ import torch
 import usp
 from tests import hybrid, pool
 from tests.hybrid import Case
-from usp import Mask
+from usp import Mask, Region
 from usp.blocks import ring_order, schedule
 from usp.cost import (
     Cluster,
@@ -179,6 +179,9 @@ def test_models_of_configurations():
     found = Model.from_config(windowed)
     assert found.windows[:2] == (128, None)
     assert found.masks(CAUSAL) == {Mask(True, 128): 15, CAUSAL: 15}
+    narrow = Mask(True, 64, documents=[[(0, 500)]], regions=[[Region((0, 9), (0, 9))]])
+    assert found.masks(narrow) == {narrow: 30}  # the narrower of two windows, and nothing else of a mask is lost
+    assert found.masks(replace(narrow, window=999)) == {replace(narrow, window=w): 15 for w in (128, 999)}
     mixture = Model.from_config(config | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 100})
     assert (mixture.experts, mixture.experts_per_token, mixture.intermediate) == (8, 2, 100)
     assert Model.from_config({"text_config": config}).layers == 30

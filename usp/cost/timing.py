@@ -248,9 +248,7 @@ class Work(NamedTuple):
     launches_s: float
 
 
-def ring_pass(
-    workload: Workload, plan: Plan, constants: Constants, *, backward: bool, moments: bool = False
-) -> tuple[Timeline, Work]:
+def ring_pass(workload: Workload, plan: Plan, constants: Constants, *, backward: bool) -> tuple[Timeline, Work]:
     """The ring played through, and what its busiest rank does."""
     tokens = plan.tokens(workload.seq, workload.mask)
     queries, keys, calls = _most_heads(workload, plan)
@@ -259,9 +257,7 @@ def ring_pass(
     flops_per_s = constants.rate(f"attention{'_backward' * backward}_flops_per_s", workload.head_dim)
     memory_per_s = constants.hardware["memory_bytes_per_s"]
     step_s = constants.extra("step_s")
-    added_bytes = rows * (
-        2 * _WIDE_BYTES + element_bytes
-    )  # an element of a block's result is read, a sum read and kept
+    added_bytes = rows * (2 * _WIDE_BYTES + element_bytes)  # a block's element is read, its sum is read and kept
 
     @cache
     def of(load: Load) -> Work:
@@ -282,7 +278,7 @@ def ring_pass(
         timeline = Timeline(total, (total,), (total,), ())
     else:
         compute_s = [{source: sum(of(load)) for source, load in row.items()} for row in work]
-        timeline = _simulated(workload, plan, constants, compute_s, backward, moments)
+        timeline = _simulated(workload, plan, constants, compute_s, backward)
     busiest = max(range(plan.ring), key=timeline.compute_s.__getitem__)
     return timeline, Work(*map(sum, zip((0.0, 0.0, 0.0), *map(of, work[busiest].values()), strict=True)))
 
@@ -301,7 +297,6 @@ def _simulated(
     constants: Constants,
     compute_s: list[dict[int, float]],
     backward: bool,
-    moments: bool,
 ) -> Timeline:
     tokens = plan.tokens(workload.seq, workload.mask)
     _, keys, _ = _most_heads(workload, plan)
@@ -333,7 +328,7 @@ def _simulated(
         tuple((first + rank * width) // per_node - first // per_node for rank in range(plan.ring))
         for first in _firsts(plan.world, plan.ring * width, per_node)
     }
-    options = {"backward": backward, "overlap": constants.overlap, "moments": moments}
+    options = {"backward": backward, "overlap": constants.overlap}
     timelines = [simulate(visits, compute_s, message_s, node_of=x.__getitem__, **options) for x in sorted(places)]
     return max(timelines, key=lambda x: x.total_s)
 
@@ -562,19 +557,17 @@ def predict_turn(
     heads = plan.heads(call)
     queries, keys, ring = max(map(len, heads.queries)), max(map(len, heads.keys)), plan.ring
     pairs = new * cached + new * (new + 1) / 2
-    attention_s = (
-        batch * 2 * pairs * queries * call.dims / ring / constants.rate("attention_flops_per_s", call.head_dim)
-    )
+    step_flops = batch * 2 * pairs * queries * call.dims / ring**2
+    flops_per_s = constants.rate("attention_flops_per_s", call.head_dim)
     rows = batch * -(-new // ring)
     sizes = {
         "kv_bytes": batch * -(-(new + cached) // ring) * keys * call.dims * element_bytes,
         "q_bytes": rows * queries * call.head_dim * element_bytes,
         "partial_bytes": rows * queries * ((call.head_dim_v or 0) * element_bytes + max(4, element_bytes)),
     }
-    step_flops = batch * 2 * pairs * queries * call.dims / ring**2
     by_algorithm: dict[str, float] = dict.fromkeys(PREFILL, 0.0)
     if ring > 1:
-        rates = _rates(plan, constants, 2 * pairs * queries * call.dims * batch / ring / attention_s)
+        rates = _rates(plan, constants, flops_per_s)
         by_algorithm = exposed(ring, gathered_bytes=sizes["kv_bytes"], step_flops=step_flops, rates=rates, **sizes)
     if algorithm == "auto":
         algorithm = min(by_algorithm, key=by_algorithm.__getitem__)
@@ -582,7 +575,7 @@ def predict_turn(
         raise ValueError(f"algorithm={algorithm!r} is not 'auto' or one of {list(by_algorithm)}")
     tokens = batch * -(-new // plan.sequence_ranks)
     parts = {
-        "attention": model.layers * attention_s,
+        "attention": model.layers * ring * step_flops / flops_per_s,
         **_matrices(model, plan, constants, tokens, element_bytes),
         "ring": model.layers * by_algorithm[algorithm],
         "all_to_all": model.layers * _all_to_all_s(replace(call, seq=new), plan, constants, backward=False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -186,10 +186,11 @@ class Model:
         )  # fmt: skip
 
     def masks(self, mask: Mask) -> dict[Mask, int]:
-        """The masks of the layers, and how many layers have each: where a layer has a window, it is in its mask."""
+        """The masks of the layers, and how many layers have each: of a layer's window and the mask's, the narrower."""
         found: dict[Mask, int] = {}
         for window in self.windows or (None,) * self.layers:
-            one = mask if window is None else Mask(mask.causal, window, mask.documents, mask.key_documents)
+            both = [x for x in (window, mask.window) if x is not None]
+            one = replace(mask, window=min(both, default=None))
             found[one] = found.get(one, 0) + 1
         return found
 
@@ -201,21 +202,10 @@ _CURE = (
 _OTHERWISE = (  # what says that a model is of another form
     *("kv_lora_rank", "state_size", "linear_num_key_heads", "mamba_d_state", "mamba_expand", "attn_layer_period"),
     *("conv_L_cache", "rwkv", "attention_hidden_size", "lru_width", "is_encoder_decoder", "type_vocab_size"),
-    *(
-        *("interleave_moe_layer_step", "attention_chunk_size", "intermediate_size_mlp", "attention_layers"),
-        "n_routed_experts",
-        "moe_num_experts",
-        "n_shared_experts",
-        "num_shared_experts",
-        "shared_expert_intermediate_size",
-    ),
-    *(
-        "shared_intermediate_size",
-        "first_k_dense_replace",
-        "mlp_only_layers",
-        "cross_attention_layers",
-        "global_head_dim",
-    ),
+    *("interleave_moe_layer_step", "attention_chunk_size", "intermediate_size_mlp", "attention_layers"),
+    *("n_routed_experts", "moe_num_experts", "n_shared_experts", "num_shared_experts"),
+    *("shared_expert_intermediate_size", "shared_intermediate_size", "first_k_dense_replace", "mlp_only_layers"),
+    *("cross_attention_layers", "global_head_dim"),
 )
 _TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "opt", "cohere", "cohere2", "smollm3"}
 _UNGATED = {
