@@ -93,7 +93,22 @@ def cases_of(ring: int, ulysses: int) -> list[Case]:
 def _count(case: Case) -> tuple[int, dict[str, int]]:
     with usp.measure_traffic() as traffic, pool.one_rank_checks_types():
         hybrid.run(case)
+    assert sum(traffic.to_rank.values()) == traffic.payload_bytes or traffic.bytes["all_gather"]
     return axes(case.mesh())[0].rank, dict(traffic.bytes)
+
+
+def test_who_gets_what_is_sent(ranks):
+    """Consecutive ranks trade heads, keys go to the rank two further."""
+    for rank, bytes_, to_rank in ranks(4)(_receivers):
+        assert to_rank[rank ^ 2] == bytes_["ring"] + bytes_["ring_grad"]
+        assert to_rank == {rank ^ 1: bytes_["all_to_all"] + bytes_["lse"], rank ^ 2: to_rank[rank ^ 2]}
+
+
+def _receivers() -> tuple[int, dict[str, int], dict[int, int]]:
+    case = Case(2, 2, "zigzag", 48, Mask(causal=True), 4, 2)
+    with usp.measure_traffic() as traffic:
+        hybrid.run(case)
+    return dist.get_rank(), dict(traffic.bytes), dict(traffic.to_rank)
 
 
 @pytest.mark.parametrize("ring", [2, 4])

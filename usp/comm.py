@@ -50,6 +50,7 @@ class Traffic:
     """
 
     bytes: Counter[str] = field(default_factory=Counter)
+    to_rank: Counter[int] = field(default_factory=Counter)  # bytes by the job's rank that got them: hops, all-to-alls
     messages: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)  # block kernel calls by backend
     cpu_s: float = 0.0  # CPU time of the calling threads inside these operations; waiting takes none
@@ -74,10 +75,13 @@ def measure_traffic() -> Iterator[Traffic]:
         _measuring[:] = [x for x in _measuring if x is not traffic]
 
 
-def _sent(kind: str, size_bytes: int) -> None:
+def _sent(kind: str, size_bytes: int, group: str = "", to: Mapping[int, int] | None = None) -> None:
+    """One message; `to` are its bytes by rank of the group, where it is known who gets them."""
     for traffic in _measuring:
         traffic.bytes[kind] += size_bytes
         traffic.messages[kind] += 1
+        for peer, peer_bytes in (to or {}).items():
+            traffic.to_rank[dist.get_global_rank(_group(group), peer)] += peer_bytes
 
 
 @contextmanager
@@ -137,8 +141,8 @@ class Exchange:
                 dist.P2POp(dist.irecv, buffer, group=group, group_peer=hop.peer, tag=hop.source)
                 for (hop, _), buffer in zip(receive, buffers, strict=True)
             ]
-            for _, tensor in send:
-                _sent(self.kind, tensor.nbytes)
+            for hop, tensor in send:
+                _sent(self.kind, tensor.nbytes, self.group, {hop.peer: tensor.nbytes})
             with _operation("a hop"):
                 self._pending = dist.batch_isend_irecv(operations)
         return buffers
@@ -183,7 +187,8 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: st
     process_group = _group(group)
     out = x.new_empty((sum(receive), *x.shape[1:]))
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
-    _sent(kind, (sum(send) - send[process_group.rank()]) * row_bytes)
+    to = {n: rows * row_bytes for n, rows in enumerate(send) if rows and n != process_group.rank()}
+    _sent(kind, sum(to.values()), group, to)
     with _operation("an all-to-all"):
         dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=process_group)
     return out
