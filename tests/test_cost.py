@@ -44,6 +44,7 @@ from usp.cost import (
     traffic,
 )
 from usp.cost.counts import most_sent
+from usp.cost.placement import groups
 from usp.cost.timing import CALIBRATED, EXTRAPOLATED, LOWER_BOUND, Constants, ring_pass
 from usp.cost.workload import plain_yaml
 from usp.inference.volumes import DECODE, exposed
@@ -269,6 +270,7 @@ def test_other_configurations_of_transformers(kind):
         (lambda: Plan(layout="zagzig"), r"layout='zagzig' is not one of .*zigzag"),
         (lambda: Plan(weights="some"), r"weights='some' is not one of .*fsdp"),
         (lambda: Plan(exchange="post"), r"exchange='post' is not one of"),
+        (lambda: Plan(inner="data"), r"inner='data' is not one of \['ulysses', 'ring'\]"),
         (lambda: replace(model("llama3_8b"), kv_heads=5), r"5 KV heads do not divide 32"),
         (lambda: replace(model("llama3_8b"), windows=(4,)), r"1 windows for 32 layers"),
         (lambda: replace(model("llama3_8b"), experts=4), r"0 experts a token of 4"),
@@ -486,6 +488,85 @@ def test_a_hybrid_ring_shares_the_adapters_of_a_node():
     timeline, _ = ring_pass(call, how, constants, backward=False)
     hop_s = 2048 * 2 * 2 * 64 * 2 / 1e8
     assert timeline.total_s == pytest.approx(hop_s + timeline.compute_s[0] / 2)
+
+
+@pytest.mark.parametrize("per_node", [1, 3, 4, 8])
+@pytest.mark.parametrize("inner", ["ulysses", "ring"])
+def test_every_rank_is_on_its_node(inner, per_node):
+    """As `usp.init_mesh` numbers ranks; tensor ranks are innermost of all."""
+    how = Plan(3, 4, 2, 2, inner=inner)
+
+    def node(data: int, rank: int, u: int, tensor: int) -> int:
+        within = u * 3 + rank if inner == "ring" else rank * 4 + u
+        return ((data * 12 + within) * 2 + tensor) // per_node
+
+    rings = [tuple(node(d, r, u, t) for r in range(3)) for d in range(2) for u in range(4) for t in range(2)]
+    assert sorted(groups(3, how.ring_stride, how.world, per_node)) == sorted(rings)
+    exchanges = [tuple(node(d, r, u, t) for u in range(4)) for d in range(2) for r in range(3) for t in range(2)]
+    assert sorted(groups(4, how.ulysses_stride, how.world, per_node)) == sorted(exchanges)
+
+
+def test_the_inner_axis_stays_in_a_node():
+    """Two nodes of two ranks: hops of rings inside and exchanges across, ten times as slow, or the other way round."""
+    call, place = Workload(1, 1000, 8, 8, 64, Mask(causal=False)), Cluster(made(), 2, 2)
+    hop_s, exchange_s = 500 * 4 * 2 * 64 * 2 / 1e9, 250 * 4 * 4 * 64 * 2 / 1e9
+    for exchange in ("ring", "all_gather"):
+        for inner, times in (("ulysses", (10, 1)), ("ring", (1, 10))):
+            how = Plan(2, 2, inner=inner, layout="contiguous", exchange=exchange)
+            found = predict(call, how, place, bound=True)
+            kernels_s = found.parts["attention"]
+            sent_s = found.seconds - kernels_s - found.parts["all_to_all"] + kernels_s / 2 * (exchange == "ring")
+            assert sent_s == pytest.approx(times[0] * hop_s)
+            assert found.parts["all_to_all"] == pytest.approx(times[1] * exchange_s)
+
+
+def test_the_inner_axis_of_a_step_and_of_a_turn():
+    """Partials and out of a step go over the ring axis, then out over the Ulysses axis."""
+    shape = replace(model("llama3_8b"), layers=1)
+    sizes = {"seq": 1000, "batch": 16, "phase": "decode", "bound": True}
+    near, ring, ulysses = (
+        predict_model(shape, Plan(2, 2, algorithm="helix", inner=inner), Cluster(made(), *nodes), **sizes).parts[
+            "partials"
+        ]
+        for inner, nodes in (("ring", (1, 4)), ("ring", (2, 2)), ("ulysses", (2, 2)))
+    )
+    over_ring_s = 16 * 8 * (128 * 2 + 4 + 128 * 2) / 1e9  # of half of a Ulysses rank's heads
+    assert near == pytest.approx(over_ring_s + 16 * 16 * 128 * 2 / 1e9)
+    assert ring == pytest.approx(near + 9 * (near - over_ring_s))
+    assert ulysses == pytest.approx(near + 9 * over_ring_s)
+    turns = {
+        (inner, nodes): predict_turn(
+            shape,
+            Plan(2, 2, inner=inner),
+            Cluster(made(), *nodes),
+            new=100,
+            cached=1000,
+            algorithm="all_gather",
+            bound=True,
+        )[0].parts
+        for inner in ("ring", "ulysses")
+        for nodes in ((1, 4), (2, 2))
+    }
+    assert turns["ring", (1, 4)] == turns["ulysses", (1, 4)]
+    for inner, slow, same in (("ring", "all_to_all", "ring"), ("ulysses", "ring", "all_to_all")):
+        assert turns[inner, (2, 2)][slow] == pytest.approx(10 * turns[inner, (1, 4)][slow])
+        assert turns[inner, (2, 2)][same] == turns[inner, (1, 4)][same]
+
+
+def test_the_inner_axis_is_nothing_to_a_single_node_or_axis():
+    shape = model("llama3_8b")
+    for degrees, nodes in (((2, 4), (1, 8)), ((8, 1), (2, 4)), ((1, 8), (4, 2)), ((2, 4), (8, 1))):
+        for phase in ("prefill", "train", "decode"):
+            one, other = (
+                predict_model(
+                    shape, Plan(*degrees, inner=inner, weights="fsdp"), Cluster(hardware("a100_80gb"), *nodes),
+                    seq=65536, batch=1, phase=phase,
+                )
+                for inner in ("ulysses", "ring")
+            )  # fmt: skip
+            assert one == other, (degrees, nodes, phase)
+    call = Workload(1, 64, 8, 4, 16, CAUSAL)
+    assert traffic(call, Plan(2, 4, inner="ring")) == traffic(call, Plan(2, 4))  # by the same order of ranks
 
 
 def test_what_a_prediction_is_worth():

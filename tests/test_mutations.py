@@ -449,6 +449,13 @@ MUTATIONS = (
         "cost",
     ),
     Mutation(
+        "rings are never of consecutive ranks",
+        "cost/workload.py",
+        'self.tensor * (1 if self.inner == "ring" else self.ulysses)',
+        "self.tensor * self.ulysses",
+        "cost",
+    ),
+    Mutation(
         "what does not fit is planned",
         "cost/planner.py",
         "if needs.total_bytes <= self.room_bytes:",

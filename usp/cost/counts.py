@@ -66,8 +66,9 @@ def call_flops(pairs: int, heads: int, head_dim: int, head_dim_v: int, *, backwa
 def flops(workload: Workload, plan: Plan, *, backward: bool = False) -> tuple[int, ...]:
     """Of each rank (ring rank x ulysses + Ulysses rank) in one call: the attention of its rows to the keys it sees.
 
-    Only visible pairs count: causal attention of a sequence is S (S + 1) / 2 of them, a batch row and head. `backward`
-    adds the backward pass, 2.5 times as much where head_dim_v is head_dim.
+    The order is that one for either `plan.inner`. Only visible pairs count: causal attention of a sequence is
+    S (S + 1) / 2 of them, a batch row and head. `backward` adds the backward pass, 2.5 times as much where head_dim_v
+    is head_dim.
     """
     return tuple(map(sum, step_flops(workload, plan, backward=backward)))
 
@@ -90,8 +91,8 @@ def step_flops(workload: Workload, plan: Plan, *, backward: bool = False) -> tup
 def traffic(workload: Workload, plan: Plan, *, backward: bool = False, lse: bool = False) -> tuple[Volume, ...]:
     """What each rank (ring rank x ulysses + Ulysses rank) sends in one call: docs/design.md, Traffic.
 
-    Without the agreement of ranks. `backward` adds the backward pass of a call whose q, k and v all need a gradient;
-    `lse` what returning it adds, and its gradient.
+    The order is that one for either `plan.inner`. Without the agreement of ranks. `backward` adds the backward pass of
+    a call whose q, k and v all need a gradient; `lse` what returning it adds, and its gradient.
     """
     tokens = plan.tokens(workload.seq, workload.mask)
     return _by_rank(workload, plan, tokens, _ring_traffic(workload, plan, tokens, tokens, backward), backward, lse)

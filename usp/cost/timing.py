@@ -20,6 +20,7 @@ from typing import NamedTuple
 from usp.blocks import Load
 from usp.cost import counts
 from usp.cost.hardware import Cluster
+from usp.cost.placement import groups, spans_nodes
 from usp.cost.simulation import Timeline, simulate
 from usp.cost.workload import Model, Plan, Workload, check_sizes
 from usp.inference.volumes import PREFILL, Rates, exposed
@@ -137,7 +138,7 @@ class Constants:
             return 0.0
         away_bytes, per_node = size_bytes * (ranks - 1) / ranks, self.cluster.per_node
         per_s = self.link("collective_bytes_per_s")
-        if spans_nodes(world, ranks * first, per_node):
+        if spans_nodes(ranks, first, world, per_node):
             senders = max(1, per_node // first)  # ranks of one group in a node share what comes into it
             per_s = min(per_s, self.network * min(senders, ranks))
         return away_bytes / per_s
@@ -173,16 +174,6 @@ class Constants:
             if not least <= sizes[name] <= most:
                 found.append(f"{name}={sizes[name]:,} (fitted on {least:,} to {most:,})")
         return found
-
-
-def spans_nodes(world: int, width: int, per_node: int) -> bool:
-    """Whether one of the groups of so many consecutive ranks is in several nodes."""
-    return any(first // per_node != (first + width - 1) // per_node for first in _firsts(world, width, per_node))
-
-
-def _firsts(world: int, width: int, per_node: int) -> range:
-    """Where groups of consecutive ranks begin, until they lie in their nodes as the first one does."""
-    return range(0, min(world, math.lcm(width, per_node)), width)
 
 
 def _check_ranks(plan: Plan, cluster: Cluster) -> None:
@@ -304,17 +295,18 @@ def _simulated(
     gradient_bytes = workload.batch * keys * workload.dims * max(_WIDE_BYTES, workload.element_bytes)
     visits, sizes = counts.journeys(workload.mask, tokens, tokens)
     hop_s, hop_per_s = constants.extra("hop_s"), constants.link("hop_bytes_per_s")
-    per_node, width = constants.cluster.per_node, plan.ulysses * plan.tensor  # a ring rank is so many ranks
-    inside = not spans_nodes(plan.world, plan.ring * width, per_node)
+    per_node = constants.cluster.per_node
+    axis = plan.ring, plan.ring_stride, plan.world
+    inside = not spans_nodes(*axis, per_node)
     if plan.exchange == "all_gather":
         busiest = [sum(row.values()) for row in compute_s]
         size = plan.ring * tokens.seq_ring * token_bytes
         sizes_bytes = (size, size * gradient_bytes / token_bytes) if backward else (size,)
-        gathered = sum(constants.collective_s(x, plan.ring, width, plan.world) for x in sizes_bytes)
+        gathered = sum(constants.collective_s(x, *axis) for x in sizes_bytes)
         total = max(busiest) + gathered + (hop_s if inside else constants.network_hop_s)
         return Timeline(total, tuple(busiest), (total,) * plan.ring, ())
     network, network_hop_s = (math.inf, 0.0) if inside else (constants.network, constants.network_hop_s)
-    together = min(width, per_node)  # ranks of a ring rank in one node, which send at once
+    together = min(plan.ring_stride, per_node)  # rings that lie between one another: the first stands for them
 
     @cache
     def message_s(source: int, gradient: bool, crossing: int) -> float:
@@ -324,10 +316,8 @@ def _simulated(
         sharing = max(1.0, crossing * together / per_node)  # each rank has an adapter of its own
         return network_hop_s + size * sharing / network
 
-    places = {  # of the ring ranks of each data replica, in nodes counted from the first one's
-        tuple((first + rank * width) // per_node - first // per_node for rank in range(plan.ring))
-        for first in _firsts(plan.world, plan.ring * width, per_node)
-    }
+    firsts = groups(*axis, per_node)[:: plan.ring_stride]
+    places = {tuple(node - nodes[0] for node in nodes) for nodes in firsts}
     options = {"backward": backward, "overlap": constants.overlap}
     timelines = [simulate(visits, compute_s, message_s, node_of=x.__getitem__, **options) for x in sorted(places)]
     return max(timelines, key=lambda x: x.total_s)
@@ -353,8 +343,8 @@ def _all_to_all_s(workload: Workload, plan: Plan, constants: Constants, backward
 def _outside(plan: Plan, cluster: Cluster) -> tuple[float, int]:
     """Of a Ulysses rank, the largest share of the others that are in other nodes; and how many share a node at most."""
     worst, together = 0, 1
-    for first in _firsts(plan.world, plan.ulysses * plan.tensor, cluster.per_node):
-        nodes = [(first + u * plan.tensor) // cluster.per_node for u in range(plan.ulysses)]
+    stride = plan.ulysses_stride
+    for nodes in groups(plan.ulysses, stride, plan.world, cluster.per_node)[::stride]:
         shared = [nodes.count(node) for node in set(nodes)]
         worst, together = max(worst, plan.ulysses - min(shared)), max(together, *shared)
     return worst / (plan.ulysses - 1), together
@@ -500,9 +490,8 @@ def _decode_parts(
     parts["cache"] = cache_bytes / memory_per_s
     if plan.weights == "fsdp":
         parts["gather"] = max(0.0, _shared_s(model, plan, constants, element_bytes) - sum(parts.values()))
-    width, per_node = plan.ulysses * plan.tensor, constants.cluster.per_node
     partials_s = 0.0
-    for axis, ranks in enumerate((plan.ring * width, width)):
+    for axis, ranks in enumerate(((plan.ring, plan.ring_stride), (plan.ulysses, plan.ulysses_stride))):
         volumes = [counts.decode_volumes(call, plan, rank, 0)[axis] for rank in range(plan.ring)]
         most = {kind: max(x.get(kind, (0, 0)) for x in volumes) for volume in volumes for kind in volume}
         if plan.algorithm == "pass_q" and axis == 0 and plan.ring > 1:  # the largest share passes all ranks, one by one
@@ -510,7 +499,7 @@ def _decode_parts(
             most["queries"] = (plan.ring - 1) * size, plan.ring - 1
         if not most:
             continue
-        far = spans_nodes(plan.world, ranks, per_node)
+        far = spans_nodes(*ranks, plan.world, constants.cluster.per_node)
         per_s = constants.network if far else constants.link("hop_bytes_per_s")
         latency_s = constants.network_hop_s if far else constants.extra("hop_s")
         partials_s += sum(size / per_s + messages * latency_s for size, messages in most.values())
@@ -591,7 +580,7 @@ def predict_turn(
 
 def _rates(plan: Plan, constants: Constants, flops_per_s: float) -> Rates:
     """Of the ranks of a ring, inside a node or across nodes."""
-    inside = not spans_nodes(plan.world, plan.ring * plan.ulysses * plan.tensor, constants.cluster.per_node)
+    inside = not spans_nodes(plan.ring, plan.ring_stride, plan.world, constants.cluster.per_node)
     far = "" if inside else "network_"
     return Rates(
         flops_per_s,

@@ -15,6 +15,7 @@ from usp.masks import Mask
 from usp.partitions import Layout, Partition
 
 WEIGHTS = ("whole", "fsdp")
+INNER = ("ulysses", "ring")
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
 MODELS = Path(__file__).parent / "models"
 
@@ -345,6 +346,8 @@ class Plan:
         tile_mlp: tokens of one tile of the MLP, None for all at once; of memory, not of time.
         checkpoint: when training, whether layers keep their inputs alone and compute the rest again.
         algorithm: of decode, in `usp.inference.volumes.DECODE`.
+        inner: the axis of consecutive ranks, which lie in one node where it holds that many: "ulysses", or "ring" as
+            `usp.init_mesh(order=("data", "ulysses", "ring"))` has it.
 
     Raises:
         ValueError: for degrees below 1 or an unknown name.
@@ -361,6 +364,7 @@ class Plan:
     tile_mlp: int | None = None
     checkpoint: bool = False
     algorithm: str = "all_to_all"
+    inner: str = "ulysses"
 
     def __post_init__(self) -> None:
         check_sizes(**{name: getattr(self, name) for name in ("ring", "ulysses", "data", "tensor")})
@@ -371,6 +375,7 @@ class Plan:
             ("weights", WEIGHTS),
             ("exchange", ("ring", "all_gather")),
             ("algorithm", DECODE),
+            ("inner", INNER),
             ("checkpoint", (False, True)),
             ("replicate_kv", (False, True)),
         ):
@@ -387,6 +392,16 @@ class Plan:
     def sequence_ranks(self) -> int:
         """Ranks that share one sequence's tokens between layers' attentions."""
         return self.ring * self.ulysses
+
+    @property
+    def ring_stride(self) -> int:
+        """How many ranks a rank of a ring is before the next one."""
+        return self.tensor * (1 if self.inner == "ring" else self.ulysses)
+
+    @property
+    def ulysses_stride(self) -> int:
+        """How many ranks a rank of a Ulysses group is before the next one."""
+        return self.tensor * (1 if self.inner == "ulysses" else self.ring)
 
     def tokens(self, seq: int, mask: Mask) -> Partition:
         """Which of so many tokens each rank owns; balanced for this mask."""
