@@ -327,14 +327,16 @@ def test_hardware_says_where_its_numbers_come_from():
         ({"unit": "ms"}, "call_s in ms"),
         ({"kind": "guessed"}, "needs a source and a kind"),
         ({"source": ""}, "needs a source and a kind"),
-        ({"value": -1.0}, "call_s=-1.0 is not positive"),
-        ({"value": "1"}, "call_s=1 is not positive"),
+        ({"value": -1.0}, "call_s=-1.0 is not above 0"),
+        ({"value": "1"}, "call_s=1 is not above 0"),
         ({"value": {"8": 1.0}}, "call_s=.*tables by size"),
     ):
         with pytest.raises(ValueError, match=message):
             Hardware("x", "X", {"call_s": Constant(**good | change)})
-    with pytest.raises(ValueError, match=r"overlap=1.8 .*above 1"):
+    with pytest.raises(ValueError, match=r"overlap=1.8 is not from 0 to 1"):
         made(overlap=1.8)
+    with pytest.raises(ValueError, match=r"network_adapters=0.5 is not from 1 "):
+        made(network_adapters=0.5)
     with pytest.raises(ValueError, match=r"covers seq=\[1\]"):
         made(covers={"seq": [1]})
     with pytest.raises(ValueError, match="calls_s"):
@@ -369,6 +371,7 @@ UNITS = {
     "_s": "s",
     "overlap": "1",
     "node_ranks": "ranks",
+    "network_adapters": "adapters",
 }
 
 
@@ -456,6 +459,12 @@ def test_ranks_of_a_node_share_what_leaves_it():
     seen.clear()  # a rank that sends a key and a gradient has one adapter for both, and sends them one after another
     simulate(dense(4), [{}] * 4, seconds, node_of=lambda rank: rank % 2, backward=True)
     assert set(seen) == {2}
+    seen.clear()  # two rings lie so, and a third sends from the second node to a third one
+    rings = {(0, 0, 1, 1): 2, (1, 1, 2, 2): 1}
+    simulate(dense(4), [{}] * 4, seconds, node_of=lambda rank: rank // 2, rings=rings)
+    assert sorted(seen) == [0] * 6 + [2] * 3 + [3] * 3
+    with pytest.raises(ValueError, match=r"on nodes \(0, 1, 0, 1\), among them"):
+        simulate(dense(4), [{}] * 4, seconds, node_of=lambda rank: rank % 2, rings=rings)
 
 
 def test_a_call_of_round_numbers():
@@ -567,6 +576,98 @@ def test_the_inner_axis_is_nothing_to_a_single_node_or_axis():
             assert one == other, (degrees, nodes, phase)
     call = Workload(1, 64, 8, 4, 16, CAUSAL)
     assert traffic(call, Plan(2, 4, inner="ring")) == traffic(call, Plan(2, 4))  # by the same order of ranks
+
+
+def shared(adapters: int | None, nodes: int, per_node: int, **constants) -> Cluster:
+    """Nodes with so many adapters; None: the hardware does not say."""
+    return Cluster(made(**constants, **{} if adapters is None else {"network_adapters": adapters}), nodes, per_node)
+
+
+@pytest.mark.parametrize(("adapters", "times"), [(None, 1), (4, 1), (2, 1), (1, 2)])
+def test_hops_share_the_adapters_of_a_node(adapters, times):
+    """Two nodes of two ranks. Both rings cross at once, or one ring does, which has an adapter to itself."""
+    call, place = Workload(1, 1000, 8, 8, 64, Mask(causal=False)), shared(adapters, 2, 2)
+    hop_s = 500 * 4 * 2 * 64 * 2 / 1e8
+    timeline, _ = ring_pass(call, Plan(2, 2, layout="contiguous"), Constants(place, bound=True), backward=False)
+    assert timeline.total_s == pytest.approx(times * hop_s + timeline.compute_s[0] / 2)
+    timeline, _ = ring_pass(call, Plan(4, layout="contiguous"), Constants(place, bound=True), backward=False)
+    assert timeline.total_s == pytest.approx(3 * hop_s + timeline.compute_s[0] / 4)
+
+
+@pytest.mark.parametrize("how", [Plan(3, 2, inner="ring"), Plan(3, data=2), Plan(3, tensor=2)])
+@pytest.mark.parametrize(("adapters", "times"), [(None, 1), (1, 2)])
+def test_rings_beside_share_the_adapters_of_a_node(how, adapters, times):
+    """Three nodes of two ranks: one has the end of a ring and the start of another, or all have ranks of two rings."""
+    call = Workload(1, 1200, 8, 8, 64, Mask(causal=False))
+    constants = Constants(shared(adapters, 3, 2), bound=True)
+    timeline, _ = ring_pass(call, replace(how, layout="contiguous"), constants, backward=False)
+    hop_s = 400 * 8 / how.ulysses * 2 * 64 * 2 / 1e8
+    assert timeline.total_s == pytest.approx(2 * times * hop_s + timeline.compute_s[0] / 3)
+
+
+def test_exchanges_share_the_adapters_of_a_node():
+    """Bytes that all ranks of a node send out, over its adapters; a fitted rate is that of a rank as it is."""
+    call = Workload(1, 1000, 8, 8, 64, Mask(causal=False))
+    rank_bytes = 250 * 8 * 4 * 64 * 2  # q, k, v and out of a rank's tokens
+    for adapters, messages in ((None, 2), (2, 2), (1, 4)):  # of a rank 2 of 3 leave, of its node 4
+        found = predict(call, Plan(1, 4), shared(adapters, 2, 2), bound=True).parts["all_to_all"]
+        assert found == pytest.approx(rank_bytes / 4 * (1 / 1e9 + messages / 1e8))
+    for adapters, messages in ((None, 1), (2, 1), (1, 2)):
+        found = predict(call, Plan(2, 2, inner="ring"), shared(adapters, 2, 2), bound=True).parts["all_to_all"]
+        assert found == pytest.approx(rank_bytes / 2 * messages / 1e8)
+    one, two = (
+        predict(call, Plan(1, 4), shared(adapters, 2, 2, network_all_to_all_bytes_per_s=5e7)) for adapters in (1, 2)
+    )
+    assert one.parts["all_to_all"] == two.parts["all_to_all"] > rank_bytes / 2 / 5e7
+
+
+def test_collectives_share_the_adapters_of_a_node():
+    """8e8 bytes of eight ranks on two nodes: one group, whose bytes come in once, or four groups of two."""
+    for adapters, one_s, four_s in ((None, 1.75, 4), (4, 1.75, 4), (2, 3.5, 8), (1, 7, 16)):
+        constants = Constants(shared(adapters, 2, 4), bound=True)
+        assert constants.collective_s(8e8, 8, 1, 8) == pytest.approx(one_s)
+        assert constants.collective_s(8e8, 2, 4, 8) == pytest.approx(four_s)
+
+
+def test_steps_and_turns_share_the_adapters_of_a_node():
+    """Of a ring over both nodes, one hop leaves each and four of its six other messages do; of two rings, two hops."""
+    shape = replace(model("llama3_8b"), layers=1)
+    queries, partials, out = 3 * 32 * 128 * 2, 3 * 32 * (128 * 2 + 4), 3 * 32 * 128 * 2  # of one row of four
+    for adapters, times in ((None, 1), (1, 4 / 3)):
+        sizes = {"seq": 1000, "batch": 4, "phase": "decode", "bound": True}
+        found = predict_model(shape, Plan(4, algorithm="pass_q"), shared(adapters, 2, 2), **sizes)
+        assert found.parts["partials"] == pytest.approx((queries + times * (partials + out)) / 1e8)
+    for algorithm in ("pass_kv", "pass_q", "all_gather"):
+        whole, half, inside, same = (
+            predict_turn(
+                shape, Plan(2, 2, inner=inner), shared(adapters, 2, 2, peak_flops_per_s=1e20),
+                new=100, cached=1000, algorithm=algorithm, bound=True,
+            )[0].parts["ring"]
+            for inner in ("ulysses", "ring")
+            for adapters in (None, 1)
+        )  # fmt: skip
+        assert half == pytest.approx(2 * whole)
+        assert inside == same
+    sizes = {"new": 100, "cached": 1000, "algorithm": "all_gather"}
+    one, two = (
+        predict_turn(shape, Plan(2, 2), shared(adapters, 2, 2, network_all_to_all_bytes_per_s=5e7), **sizes)[0]
+        for adapters in (1, 2)
+    )
+    assert one.parts["ring"] == two.parts["ring"]
+
+
+@pytest.mark.parametrize("how", [Plan(4, 4), Plan(4, 4, inner="ring"), Plan(2, 2, 2, 2, weights="fsdp"), Plan(3, 2)])
+def test_fewer_adapters_are_not_faster(how):
+    """An adapter a rank is what hardware has that does not say, and more of them help no message."""
+    shape, usual = model("llama3_8b"), hardware("a100_80gb")
+    for phase in ("prefill", "train", "decode"):
+        seconds = []
+        for count in (None, 16, 8, 4, 2, 1):
+            known = {} if count is None else {"network_adapters": Constant(count, "adapters", "measured", "a test")}
+            place = Cluster(replace(usual, constants={**usual.constants, **known}), 2, 8)
+            seconds.append(predict_model(shape, how, place, seq=65536, batch=1, phase=phase).seconds)
+        assert seconds == sorted(seconds)
+        assert seconds[0] == seconds[2]
 
 
 def test_what_a_prediction_is_worth():

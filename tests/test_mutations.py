@@ -444,8 +444,22 @@ MUTATIONS = (
     Mutation(
         "ranks of a node have one adapter each, however many share it",
         "cost/simulation.py",
-        "shared = len(crossing[node]) if",
+        "shared = crossing[node] if",
         "shared = 1 if",
+        "cost",
+    ),
+    Mutation(
+        "other rings have adapters of their own",
+        "cost/simulation.py",
+        "crossing.get(places[rank], 0) + count",
+        "crossing.get(places[rank], 0) + 1",
+        "cost",
+    ),
+    Mutation(
+        "what a node sends to all others goes through one adapter a rank",
+        "cost/placement.py",
+        "count * (ranks - count) for",
+        "count for",
         "cost",
     ),
     Mutation(

@@ -10,6 +10,9 @@ is so many nodes of so many of them. Every constant has a unit, a kind and a sou
     borrowed    from other hardware: times by these are called extrapolated
 
 A constant that depends on a size (the rate of attention on the head dim) is a table of it.
+
+Rates of hops from node to node are those of one network adapter. `network_adapters` are those of a node, which all that
+leaves it at once shares; without it every rank has one.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ UNITS = {  # of every constant that there is
     "node_ranks": "ranks",
     "link_bytes_per_s": "B/s",
     "network_bytes_per_s": "B/s",
+    "network_adapters": "adapters",
     "attention_flops_per_s": "FLOP/s",
     "attention_backward_flops_per_s": "FLOP/s",
     "linear_flops_per_s": "FLOP/s",
@@ -52,6 +56,7 @@ UNITS = {  # of every constant that there is
 }
 
 
+LIMITS = {"overlap": (0, 1), "network_adapters": (1, 1e300)}  # of all others, above 0
 TABLES = ("attention_flops_per_s", "attention_backward_flops_per_s", "all_to_all_bytes_per_s")
 COVERED = ("seq", "batch", "head_dim", "ranks", "nodes", "element_bytes")
 
@@ -95,9 +100,10 @@ class Hardware:
             if isinstance(constant.value, Mapping) and not (name in TABLES and all(size.isdigit() for size in sizes)):
                 raise ValueError(f"hardware {self.name!r}: {name}={constant.value}; tables by size: {TABLES}")
             values = list(constant.value.values()) if isinstance(constant.value, Mapping) else [constant.value]
-            least, most = (0, 1) if name == "overlap" else (1e-300, 1e300)
+            least, most = LIMITS.get(name, (1e-300, 1e300))
             if not values or not all(_is_number(value) and least <= value <= most for value in values):
-                raise ValueError(f"hardware {self.name!r}: {name}={constant.value} is not positive, or overlap above 1")
+                wanted = "above 0" if name not in LIMITS else f"from {least} to {most}"
+                raise ValueError(f"hardware {self.name!r}: {name}={constant.value} is not {wanted}")
         for name, between in self.covers.items():
             good = isinstance(between, (list, tuple)) and len(between) == 2 and all(map(_is_number, between))
             if name not in COVERED or not good:
@@ -152,6 +158,13 @@ class Cluster:
     @property
     def ranks(self) -> int:
         return self.nodes * self.per_node
+
+    @property
+    def adapters(self) -> float:
+        """Network adapters of a node."""
+        if "network_adapters" not in self.hardware:
+            return self.per_node
+        return self.hardware["network_adapters"]
 
     @property
     def name(self) -> str:

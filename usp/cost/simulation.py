@@ -47,6 +47,7 @@ def simulate(
     message_s: Callable[[int, bool, int], float],
     *,
     node_of: Callable[[int], int] = lambda rank: 0,
+    rings: Mapping[tuple[int, ...], int] | None = None,
     backward: bool = False,
     overlap: float = 1.0,
     moments: bool = False,
@@ -59,13 +60,21 @@ def simulate(
         message_s: of (source, whether it is a gradient, how many ranks of the sender's node send to other nodes in this
             step, 0 if it stays inside a node): seconds of the message.
         node_of: the node of a ring rank.
+        rings: the nodes of the ranks of all rings that do the same at the same time, this one among them, and how many
+            lie so; without it there is this one alone.
         backward: also the gradients of keys, which follow a step behind and go home from their last visitor.
         overlap: of the time in which a rank both computes and sends, what share is saved; with 0 one waits for the
             other.
         moments: keep when what happened.
+
+    Raises:
+        ValueError: if this ring is not among `rings`.
     """
     ring, ranks = len(visits), range(len(visits))
-    nodes = [node_of(rank) for rank in ranks]
+    nodes = tuple([node_of(rank) for rank in ranks])
+    rings = rings or {nodes: 1}
+    if nodes not in rings:
+        raise ValueError(f"rings={dict(rings)} must have this one, on nodes {nodes}, among them")
     source_at: list[list[int | None]] = [[None] * ring for _ in range(ring + 1)]
     flows: list[list[tuple[int, int, int, bool]]] = [[] for _ in range(ring + 1)]
     for source, stops in enumerate(visits):
@@ -85,14 +94,14 @@ def simulate(
         work = [0.0 if x is None else compute_s[rank].get(x, 0.0) for rank, x in enumerate(sources)]
         computed = [a + b for a, b in zip(begin, work, strict=True)]
         end = computed.copy()
-        crossing: dict[int, set[int]] = {}  # of each node: who sends to others
-        for _, sender, receiver, _ in flows[step]:
-            if (node := nodes[sender]) != nodes[receiver]:
-                crossing.setdefault(node, set()).add(sender)
+        crossing: dict[int, int] = {}  # of each node: how many of its ranks send to others
+        for places, count in rings.items():
+            for rank in {sender for _, sender, receiver, _ in flows[step] if places[sender] != places[receiver]}:
+                crossing[places[rank]] = crossing.get(places[rank], 0) + count
         sending: dict[int, float] = {}  # of each rank, one message after another
         for source, sender, receiver, gradient in flows[step]:
             node = nodes[sender]
-            shared = len(crossing[node]) if crossing and node != nodes[receiver] else 0
+            shared = crossing[node] if crossing and node != nodes[receiver] else 0
             seconds = sending[sender] = sending.get(sender, 0.0) + message_s(source, gradient, shared)
             arrival = max(begin[sender], begin[receiver]) + seconds
             for rank in (sender, receiver):

@@ -1,7 +1,8 @@
 """How long it takes: exact counts divided by the constants of a cluster.
 
     a kernel        max(FLOPs / rate, bytes / memory bandwidth) + launch
-    a message       latency + bytes / bandwidth of the links it takes, shared with whom it shares them
+    a message       latency + bytes / bandwidth of the links it takes, shared with whom it shares them: what leaves a
+                    node at once shares its network adapters, and alone nothing is faster than one of them
     a ring pass     played through (`simulation`): each step is the longer of computing and sending
     an all-to-all, what merges partial results, collectives between matrices: nothing hides them
 
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from usp.blocks import Load
 from usp.cost import counts
 from usp.cost.hardware import Cluster
-from usp.cost.placement import groups, spans_nodes
+from usp.cost.placement import hops, neighbours, spans_nodes, spread
 from usp.cost.simulation import Timeline, simulate
 from usp.cost.workload import Model, Plan, Workload, check_sizes
 from usp.inference.volumes import PREFILL, Rates, exposed
@@ -117,7 +118,7 @@ class Constants:
 
     @property
     def network(self) -> float:
-        """Bytes/s of one rank to another node; not faster than inside, where only that was measured."""
+        """Bytes/s of one adapter to another node; not faster than a rank inside, where only that was measured."""
         if found := self.fitted("network_hop_bytes_per_s"):
             return found
         return min(self.hardware["network_bytes_per_s"], self.fitted("hop_bytes_per_s") or math.inf)
@@ -140,7 +141,8 @@ class Constants:
         per_s = self.link("collective_bytes_per_s")
         if spans_nodes(ranks, first, world, per_node):
             senders = max(1, per_node // first)  # ranks of one group in a node share what comes into it
-            per_s = min(per_s, self.network * min(senders, ranks))
+            adapters = self.cluster.adapters / min(first, per_node)  # of each of the groups in a node
+            per_s = min(per_s, self.network * min(senders, ranks, adapters))
         return away_bytes / per_s
 
     def checked(self, outside: Iterable[str], strict: bool) -> tuple[str, tuple[str, ...]]:
@@ -306,20 +308,19 @@ def _simulated(
         total = max(busiest) + gathered + (hop_s if inside else constants.network_hop_s)
         return Timeline(total, tuple(busiest), (total,) * plan.ring, ())
     network, network_hop_s = (math.inf, 0.0) if inside else (constants.network, constants.network_hop_s)
-    together = min(plan.ring_stride, per_node)  # rings that lie between one another: the first stands for them
 
     @cache
     def message_s(source: int, gradient: bool, crossing: int) -> float:
         size = sizes[source] * (gradient_bytes if gradient else token_bytes)
         if not crossing:
             return hop_s + size / hop_per_s
-        sharing = max(1.0, crossing * together / per_node)  # each rank has an adapter of its own
-        return network_hop_s + size * sharing / network
+        return network_hop_s + size * max(1.0, crossing / constants.cluster.adapters) / network
 
-    firsts = groups(*axis, per_node)[:: plan.ring_stride]
-    places = {tuple(node - nodes[0] for node in nodes) for nodes in firsts}
     options = {"backward": backward, "overlap": constants.overlap}
-    timelines = [simulate(visits, compute_s, message_s, node_of=x.__getitem__, **options) for x in sorted(places)]
+    timelines = [
+        simulate(visits, compute_s, message_s, node_of=nodes.__getitem__, rings=rings, **options)
+        for nodes, rings in neighbours(*axis, per_node)
+    ]
     return max(timelines, key=lambda x: x.total_s)
 
 
@@ -328,26 +329,18 @@ def _all_to_all_s(workload: Workload, plan: Plan, constants: Constants, backward
     if plan.ulysses == 1:
         return 0.0
     sent = counts.all_to_all_bytes(workload, plan, backward=backward)
-    outside, inside = _outside(plan, constants.cluster)
-    if fitted_per_s := constants.fitted("all_to_all_bytes_per_s", max(2, inside)):  # packing in it is of all bytes
+    others, cluster = plan.ulysses - 1, constants.cluster
+    together, away, leaving = spread(plan.ulysses, plan.ulysses_stride, plan.world, cluster.per_node)
+    if fitted_per_s := constants.fitted("all_to_all_bytes_per_s", max(2, together)):  # packing in it is of all bytes
         seconds = sent / fitted_per_s + 2 * constants.extra("hop_s")
     else:
-        seconds = sent * (1 - outside) / constants.hardware["link_bytes_per_s"]
-    if outside:
-        per_s = constants.fitted("network_all_to_all_bytes_per_s") or constants.network
+        seconds = sent * (1 - away / others) / constants.hardware["link_bytes_per_s"]
+    if away:
+        rank_per_s = constants.fitted("network_all_to_all_bytes_per_s")
+        messages = away if rank_per_s else max(away, leaving / cluster.adapters)  # through one adapter
         latency_s = max(constants.extra("network_all_to_all_s"), constants.network_hop_s)
-        seconds += sent * outside / per_s + 2 * latency_s
+        seconds += sent * (messages / others) / (rank_per_s or constants.network) + 2 * latency_s
     return seconds
-
-
-def _outside(plan: Plan, cluster: Cluster) -> tuple[float, int]:
-    """Of a Ulysses rank, the largest share of the others that are in other nodes; and how many share a node at most."""
-    worst, together = 0, 1
-    stride = plan.ulysses_stride
-    for nodes in groups(plan.ulysses, stride, plan.world, cluster.per_node)[::stride]:
-        shared = [nodes.count(node) for node in set(nodes)]
-        worst, together = max(worst, plan.ulysses - min(shared)), max(together, *shared)
-    return worst / (plan.ulysses - 1), together
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -491,7 +484,7 @@ def _decode_parts(
     if plan.weights == "fsdp":
         parts["gather"] = max(0.0, _shared_s(model, plan, constants, element_bytes) - sum(parts.values()))
     partials_s = 0.0
-    for axis, ranks in enumerate(((plan.ring, plan.ring_stride), (plan.ulysses, plan.ulysses_stride))):
+    for axis, (ranks, stride) in enumerate(((plan.ring, plan.ring_stride), (plan.ulysses, plan.ulysses_stride))):
         volumes = [counts.decode_volumes(call, plan, rank, 0)[axis] for rank in range(plan.ring)]
         most = {kind: max(x.get(kind, (0, 0)) for x in volumes) for volume in volumes for kind in volume}
         if plan.algorithm == "pass_q" and axis == 0 and plan.ring > 1:  # the largest share passes all ranks, one by one
@@ -499,10 +492,13 @@ def _decode_parts(
             most["queries"] = (plan.ring - 1) * size, plan.ring - 1
         if not most:
             continue
-        far = spans_nodes(*ranks, plan.world, constants.cluster.per_node)
+        far = spans_nodes(ranks, stride, plan.world, constants.cluster.per_node)
         per_s = constants.network if far else constants.link("hop_bytes_per_s")
         latency_s = constants.network_hop_s if far else constants.extra("hop_s")
-        partials_s += sum(size / per_s + messages * latency_s for size, messages in most.values())
+        for kind, (size, messages) in most.items():
+            one_by_one = kind == "queries" and plan.algorithm == "pass_q"
+            sharing = _sharing(ranks, stride, plan.world, constants.cluster, hop=one_by_one)
+            partials_s += size * sharing / per_s + messages * latency_s
     parts["partials"] = model.layers * partials_s
     if plan.tensor > 1:
         size = 2 * 2 * batch * model.hidden * element_bytes  # two all-reduces, each a scatter and a gather
@@ -580,15 +576,19 @@ def predict_turn(
 
 def _rates(plan: Plan, constants: Constants, flops_per_s: float) -> Rates:
     """Of the ranks of a ring, inside a node or across nodes."""
-    inside = not spans_nodes(plan.ring, plan.ring_stride, plan.world, constants.cluster.per_node)
-    far = "" if inside else "network_"
-    return Rates(
-        flops_per_s,
-        constants.link("hop_bytes_per_s") if inside else constants.network,
-        constants.extra("hop_s") if inside else constants.network_hop_s,
-        constants.overlap,
-        constants.link("all_to_all_bytes_per_s", plan.ring)
-        if inside
-        else constants.fitted(f"{far}all_to_all_bytes_per_s"),
-        constants.extra("hop_s" if inside else f"{far}all_to_all_s"),
-    )
+    axis, cluster = (plan.ring, plan.ring_stride, plan.world), constants.cluster
+    if spans_nodes(*axis, cluster.per_node):
+        hop_per_s, exchange_per_s = (constants.network / _sharing(*axis, cluster, hop=hop) for hop in (True, False))
+        hop_s, exchange_s = constants.network_hop_s, constants.extra("network_all_to_all_s")
+        exchange_per_s = constants.fitted("network_all_to_all_bytes_per_s") or exchange_per_s
+    else:
+        hop_per_s, hop_s = constants.link("hop_bytes_per_s"), constants.extra("hop_s")
+        exchange_per_s, exchange_s = constants.link("all_to_all_bytes_per_s", plan.ring), hop_s
+    return Rates(flops_per_s, hop_per_s, hop_s, constants.overlap, exchange_per_s, exchange_s)
+
+
+def _sharing(ranks: int, stride: int, world: int, cluster: Cluster, *, hop: bool) -> float:
+    """How many ranks' messages share one adapter where all send at once: to the next of a group, or to all others."""
+    where = ranks, stride, world, cluster.per_node
+    senders = hops(*where) if hop else spread(*where).leaving / (ranks - 1)
+    return max(1.0, senders / cluster.adapters)
