@@ -35,6 +35,7 @@ from usp.cost import (
     model,
     models,
     plan,
+    plan_attention,
     predict,
     predict_model,
     predict_turn,
@@ -285,6 +286,9 @@ def test_other_configurations_of_transformers(kind):
         (lambda: replace(model("llama3_8b"), windows=(0, *[None] * 31)), r"windows\[0\]=0 is not"),
         (lambda: Cluster(hardware("a100_80gb"), 1.5, 8), r"nodes=1.5 is not a whole number"),
         (lambda: plan(model("llama3_8b"), cluster("a100_80gb_1x8"), 2.5, 1, "train"), r"seq=2.5 is not"),
+        (lambda: attention_choices(layouts=()), r"layouts=\(\): give at least one of .*zigzag"),
+        (lambda: attention_choices(layouts=("zagzig",)), r"layout='zagzig' is not one of .*zigzag"),
+        (lambda: attention_choices(kv_heads=3), r"8 query heads and 3 KV heads"),
         (lambda: turn(Plan(1000)), r"1000 ranks on"),
         (lambda: turn(new=0), r"new=0 is not a whole number"),
         (lambda: turn(cached=-99), r"cached=-99 is not a whole number of at least 0"),
@@ -308,6 +312,10 @@ def test_other_configurations_of_transformers(kind):
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def attention_choices(layouts=("contiguous",), **changes):
+    return plan_attention(replace(Workload(1, 64, 8, 4, 8, CAUSAL), **changes), Cluster(made(), 2, 2), layouts=layouts)
 
 
 def turn(how: Plan = Plan(2), **changes):  # noqa: B008
@@ -977,10 +985,45 @@ def test_decode_names_its_algorithm():
     assert all(x.prediction.regime == "link" for x in sharded)
 
 
+def test_a_slow_network_wants_ulysses_inside_the_nodes():
+    """Two nodes of two ranks with one adapter each: keys and values cross once, and nothing else does."""
+    call, place = Workload(1, 4096, 8, 4, 64, Mask(causal=False)), shared(1, 2, 2)
+    found = plan_attention(call, place)
+    assert [x.prediction.seconds for x in found] == sorted(x.prediction.seconds for x in found)
+    meshes = {(x.plan.ring, x.plan.ulysses, x.plan.inner) for x in found}
+    assert meshes == {(4, 1, "ulysses"), (2, 2, "ulysses"), (2, 2, "ring"), (1, 4, "ulysses")}
+    assert len(found) == 3 * 3 + 1  # a ring of one has one layout
+    best = found[0].plan
+    assert (best.ring, best.ulysses, best.inner, best.layout) == (2, 2, "ulysses", "zigzag")
+    swapped = next(x for x in found if x.plan == replace(best, inner="ring"))
+    assert swapped.prediction.seconds > found[0].prediction.seconds
+    for backward in (False, True):
+        for one in plan_attention(call, place, backward=backward):
+            assert one.prediction == predict(call, one.plan, place, backward=backward)
+
+
+def test_the_inner_axis_is_chosen_where_it_matters():
+    """Not where all ranks share a node, nor where none do."""
+    call = Workload(1, 4096, 8, 4, 64, CAUSAL)
+    for nodes, per_node in ((1, 4), (4, 1)):
+        found = plan_attention(call, Cluster(made(), nodes, per_node), layouts=("striped",))
+        assert sorted((x.plan.ring, x.plan.ulysses, x.plan.inner) for x in found) == [
+            (1, 4, "ulysses"),
+            (2, 2, "ulysses"),
+            (4, 1, "ulysses"),
+        ]
+        assert {x.plan.layout for x in found} == {"striped"}
+
+
+def test_attention_is_planned_for_the_heads_there_are():
+    found = plan_attention(Workload(1, 4096, 4, 2, 64, CAUSAL), Cluster(made(), 1, 8), layouts=("zigzag",))
+    assert sorted((x.plan.ulysses, x.plan.replicate_kv) for x in found) == [(1, False), (2, False), (4, True)]
+
+
 def test_the_readme_can_be_copied(capsys):
     code = (ROOT / "README.md").read_text().split("from usp import Mask, cost\n")[1].split("```")[0]
     exec("from usp import Mask, cost\n" + code, {})
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:

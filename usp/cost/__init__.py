@@ -3,13 +3,14 @@
 from usp.cost.counts import decode_traffic, flops, prefill_traffic, step_flops, traffic
 from usp.cost.hardware import Cluster, Constant, Hardware, cluster, hardware, known_hardware, read_hardware
 from usp.cost.memory import Memory, largest_batch, memory
-from usp.cost.planner import Candidate, Ranking, plan
+from usp.cost.planner import Candidate, Choice, Ranking, plan, plan_attention
 from usp.cost.simulation import Timeline, simulate
 from usp.cost.timing import Prediction, predict, predict_model, predict_turn
 from usp.cost.workload import Model, Plan, Workload, model, models
 
 __all__ = [
     "Candidate",
+    "Choice",
     "Cluster",
     "Constant",
     "Hardware",
@@ -30,6 +31,7 @@ __all__ = [
     "model",
     "models",
     "plan",
+    "plan_attention",
     "predict",
     "predict_model",
     "predict_turn",

@@ -1,4 +1,4 @@
-"""Which mesh to take: every way to spread a model over a cluster, by predicted time, with what it needs.
+"""Which mesh to take: every way to spread a model, or one attention call, over a cluster, by predicted time.
 
 Note [Plans]
 ~~~~~~~~~~~~
@@ -10,14 +10,15 @@ What does not fit at all, or has more ranks than heads, tokens or sequences, is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from usp.cost import counts
 from usp.cost.hardware import Cluster
 from usp.cost.memory import Memory, largest_batch, memory
-from usp.cost.timing import PHASES, Prediction, check_heads, predict_model
-from usp.cost.workload import Model, Plan, Workload, check_sizes
+from usp.cost.timing import PHASES, Prediction, check_heads, predict, predict_model
+from usp.cost.workload import INNER, Model, Plan, Workload, check_sizes
 from usp.inference.volumes import DECODE
 from usp.masks import Mask
 from usp.partitions import Layout
@@ -100,6 +101,42 @@ def plan(
     found = [job.candidate(one) for one in job.plans()]
     found.sort(key=lambda x: (bool(x.reason), x.prediction.seconds if x.prediction else 0.0))  # stable
     return Ranking(model, cluster, seq, batch, phase, tuple(found))
+
+
+class Choice(NamedTuple):
+    """A mesh for one attention call, and how long the call takes on it."""
+
+    plan: Plan
+    prediction: Prediction
+
+
+def plan_attention(
+    workload: Workload, cluster: Cluster, *, backward: bool = False, layouts: Sequence[Layout | str] = LAYOUTS
+) -> tuple[Choice, ...]:
+    """Every mesh of all ranks of a cluster for one attention call, the fastest first.
+
+    That is ring x Ulysses degrees, layouts, and on several nodes which of two axes lies inside them. Meshes with more
+    Ulysses ranks than query heads are left out; those with more than KV heads have `replicate_kv`. Memory is not asked.
+
+    Args:
+        backward: forward and backward.
+        layouts: to choose from; of equals the first is better, and a ring of one has only that.
+
+    Raises:
+        ValueError: for no layouts, or what `predict` raises.
+    """
+    if not layouts:
+        raise ValueError(f"layouts={layouts!r}: give at least one of {[str(x) for x in Layout]}")
+    found = []
+    for ulysses in _divisors(cluster.ranks):
+        ring = cluster.ranks // ulysses
+        if ulysses > workload.heads:
+            continue
+        for inner in INNER if min(ring, ulysses, cluster.nodes, cluster.per_node) > 1 else INNER[:1]:
+            for layout in layouts if ring > 1 else layouts[:1]:
+                one = Plan(ring, ulysses, layout=layout, replicate_kv=ulysses > workload.kv_heads, inner=inner)
+                found.append(Choice(one, predict(workload, one, cluster, backward=backward)))
+    return tuple(sorted(found, key=lambda x: x.prediction.seconds))  # stable
 
 
 @dataclass(frozen=True)
