@@ -732,6 +732,10 @@ def test_groups_that_do_not_fill_nodes():
         predict(ring, Plan(4, data=data, layout="contiguous"), Cluster(made(), 2, 6), bound=True) for data in (1, 3)
     )
     assert one.seconds < three.seconds  # ranks 4 to 7
+    constants = Constants(Cluster(made(), 2, 8), bound=True)  # ranks 0 and 6 share a node, ranks 2 and 8 do not
+    six = replace(call, heads=6, kv_heads=6)
+    timeline, _ = ring_pass(six, Plan(2, 6, layout="contiguous"), constants, backward=False)
+    assert timeline.total_s == pytest.approx(60 * 2 * 64 * 2 / 1e8 + timeline.compute_s[0] / 2)
     found = plan(model("llama3_8b"), Cluster(hardware("a100_80gb"), 2, 6), 1200, 12, "prefill")
     assert {x.plan.tensor for x in found.feasible} <= {1, 2, 3, 6}
 

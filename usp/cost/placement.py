@@ -16,7 +16,7 @@ Nodes = tuple[int, ...]  # of the ranks of a group, in order
 
 @lru_cache(maxsize=4096)
 def groups(ranks: int, stride: int, world: int, per_node: int) -> tuple[Nodes, ...]:
-    """The nodes of all groups of so many ranks, `stride` apart, by blocks of `stride` groups that are interleaved."""
+    """The nodes of all groups of so many ranks, `stride` apart."""
     firsts = [block + n for block in range(0, world, ranks * stride) for n in range(stride)]
     return tuple([tuple([(first + n * stride) // per_node for n in range(ranks)]) for first in firsts])
 
@@ -28,16 +28,15 @@ def spans_nodes(ranks: int, stride: int, world: int, per_node: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def neighbours(ranks: int, stride: int, world: int, per_node: int) -> tuple[tuple[Nodes, Mapping[Nodes, int]], ...]:
-    """How the first groups of the blocks lie, each way once: a group's nodes, and those of all groups that share a node
-    with it, itself among them, with how many lie so. Nodes are counted from the group's first."""
-    every = groups(ranks, stride, world, per_node)
-    count = Counter(every)
+    """How groups lie, each way once: a group's nodes, and those of all groups that share a node with it, itself among
+    them, with how many lie so. Nodes are counted from the group's first."""
+    count = Counter(groups(ranks, stride, world, per_node))
     on: dict[int, set[Nodes]] = {}
     for nodes in count:
         for node in nodes:
             on.setdefault(node, set()).add(nodes)
     found = set()
-    for nodes in every[::stride]:
+    for nodes in count:
         near = set().union(*[on[node] for node in nodes])
         placed = [(tuple([node - nodes[0] for node in other]), count[other]) for other in near]
         found.add((tuple([node - nodes[0] for node in nodes]), tuple(sorted(placed))))
@@ -63,11 +62,9 @@ class Spread(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def spread(ranks: int, stride: int, world: int, per_node: int) -> Spread:
-    """Of the first group of each block how it lies; of all groups what leaves a node."""
     together, leaving = set(), Counter()
-    for n, nodes in enumerate(groups(ranks, stride, world, per_node)):
+    for nodes in groups(ranks, stride, world, per_node):
         shared = Counter(nodes)
         leaving.update({node: count * (ranks - count) for node, count in shared.items()})
-        if n % stride == 0:
-            together.update(shared.values())
+        together.update(shared.values())
     return Spread(max(together), ranks - min(together), max(leaving.values()))
