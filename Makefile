@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 HF_READY := $(VENV)/hf-ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: sweep inference model training test hf cases fuzz mutate lint clean
+.PHONY: sweep inference model training test hf slurm cases fuzz mutate lint clean
 
 sweep: $(READY)  ## the main job: hybrid attention on every mesh of four ranks
 	$(BIN)/python -m experiments.attention -m experiment=sweep
@@ -30,6 +30,9 @@ test: lint  ## everything that must hold; by two processes, since tests that sta
 
 hf: $(HF_READY)  ## models of transformers on ranks give what one process gives
 	$(BIN)/python -m pytest -m hf
+
+slurm: $(READY)  ## points as jobs of a Slurm that is started here for it; as root, where slurm-wlm and munge are installed
+	$(BIN)/python -m tests.slurm $(BIN)/python -m pytest -m slurm tests/test_slurm.py
 
 cases: $(READY)  ## what users of other libraries met: every row and its outcome
 	$(BIN)/python -m tests.test_cases

@@ -1,7 +1,7 @@
 """A point of a sweep on real ranks, whatever it measures: claimed, run, kept as a record, told, reported.
 
 What is measured is an `Experiment`. Each point starts its own ranks on this machine and writes
-results/<name>/<point>/record.json; under torchrun, the ranks that are already running are used.
+results/<name>/<point>/record.json; under torchrun or srun, the ranks that are already running are used.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean, median
@@ -91,6 +92,8 @@ def point(experiment: Experiment, cfg, command: list[str]) -> None:
             broken = RUNNING and record["status"] not in ("ok", "unsupported")
             if first_to_tell(path) if broken else FIRST:
                 path = keep(record, path)
+            elif broken:
+                time.sleep(ranks.GRACE_S / 4)  # Slurm may kill all as soon as one has gone: after the record
             if broken:
                 sys.exit(f"{line(experiment, record)}\nthese ranks cannot go on; the same command continues")
     if FIRST:
@@ -152,9 +155,10 @@ def check(config: dict) -> None:
         raise ValueError(f"every degree of the mesh is at least 1: {config['mesh']}")
 
 
-def run(experiment: Experiment, config: dict, path: Path, command: list[str]) -> dict:
-    """The record of a point, which will be kept at `path`, whatever happens to its ranks."""
-    record = {
+def begun(experiment: Experiment, config: dict, command: list[str]) -> dict:
+    """The record of a point, as far as it is known before anything is measured."""
+    job = ranks.job()
+    return {
         "schema": SCHEMA,
         "experiment": experiment.name,
         "point": name(experiment, config),
@@ -162,10 +166,16 @@ def run(experiment: Experiment, config: dict, path: Path, command: list[str]) ->
         "config": config,
         "seed": config["seed"],
         "command": command,
-        "launcher": "torchrun" if RUNNING else "own",
+        "launcher": "slurm" if ranks.STEP else "torchrun" if RUNNING else "own",
+        **({"job": job} if job else {}),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(),
     }
+
+
+def run(experiment: Experiment, config: dict, path: Path, command: list[str]) -> dict:
+    """The record of a point, which will be kept at `path`, whatever happens to its ranks."""
+    record = begun(experiment, config, command)
     start_s = time.monotonic()
     try:
         check(config)
@@ -188,9 +198,10 @@ def run(experiment: Experiment, config: dict, path: Path, command: list[str]) ->
 
 
 def among_running(experiment: Experiment, config: dict, record: dict, path: Path) -> list[dict]:
-    """What all ranks measured, where torchrun has started them.
+    """What all ranks measured, where torchrun or Slurm has started them.
 
-    After the time is up every rank writes where it stands; the first keeps that in the record and ends the job.
+    After the time is up every rank writes where it stands; the first keeps that in the record and ends the job. The
+    others leave a little later if nobody ends them.
     """
     mine = path.parent / f"stack.{os.environ['RANK']}.part"
 
@@ -203,13 +214,13 @@ def among_running(experiment: Experiment, config: dict, record: dict, path: Path
         print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
-    timer = threading.Timer(config["timeout_s"] + ranks.GRACE_S, give_up)
+    leave = give_up if FIRST else partial(os._exit, 1)
+    timer = threading.Timer(config["timeout_s"] + ranks.GRACE_S * (1 if FIRST else 2), leave)
     timer.daemon = True
     mine.parent.mkdir(parents=True, exist_ok=True)
     with mine.open("w") as file:
         faulthandler.dump_traceback_later(config["timeout_s"], file=file)
-        if FIRST:
-            timer.start()
+        timer.start()
         try:
             return ranks.everyone(experiment.measure(config))
         finally:

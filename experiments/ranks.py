@@ -14,11 +14,12 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -33,7 +34,58 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import usp
 
-RUNNING = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()  # under torchrun this process is one of the ranks
+
+def of_step(task: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would tell a rank, of the environment of a task of Slurm: a step's tasks are the ranks.
+
+    Nothing for a batch script and for the only task of a step, which start ranks of their own, and for what torchrun
+    has started. A MASTER_ADDR or MASTER_PORT that is there already stays.
+
+    Raises:
+        ValueError: if the step has several nodes and Slurm does not say where the first one is.
+    """
+    if "RANK" in task or int(task.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return {}
+    by_node: list[str] = []
+    for part in task["SLURM_STEP_TASKS_PER_NODE"].split(","):  # 4(x2),3
+        tasks, _, nodes = part.rstrip(")").partition("(x")
+        by_node += int(nodes or "1") * [tasks]
+    found = {
+        "RANK": task["SLURM_PROCID"],
+        "WORLD_SIZE": task["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": task["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": by_node[int(task["SLURM_NODEID"])],
+    }
+    if "MASTER_ADDR" not in task:
+        found["MASTER_ADDR"] = _first_address(task["SLURM_STEP_NODELIST"]) if len(by_node) > 1 else "127.0.0.1"
+    if "MASTER_PORT" not in task:  # below those that a system gives away by itself
+        place = 101 * int(task["SLURM_JOB_ID"]) + int(task["SLURM_STEP_ID"])
+        found["MASTER_PORT"] = str(10_000 + place % 20_000)
+    return found
+
+
+def _first_address(nodes: str) -> str:
+    """Of the first host of Slurm's list: its name, or if that is only Slurm's, what Slurm itself uses."""
+    try:
+        name = _scontrol("hostnames", nodes).split()[0]
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError:
+            fields = _scontrol("node", name, "--oneliner").split()
+            return next(field.removeprefix("NodeAddr=") for field in fields if field.startswith("NodeAddr="))
+        return name
+    except (OSError, LookupError, StopIteration, subprocess.SubprocessError) as error:
+        cure = "export MASTER_ADDR=<host of task 0>"
+        raise ValueError(f"scontrol did not say where the first node of {nodes} is ({error}): {cure}") from None
+
+
+def _scontrol(*what: str) -> str:
+    return subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+STEP = of_step(os.environ)  # not empty: this process is one of several tasks of a Slurm step
+os.environ |= STEP
+RUNNING = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()  # it is one of ranks that run already
 FIRST = not RUNNING or os.environ["RANK"] == "0"
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 GRACE_S = 2.0  # how long after the first failure, or after the deadline, the other ranks may still report
@@ -264,7 +316,7 @@ def machine(alone: bool) -> Iterator[None]:
 
 
 def join(wanted: str, timeout_s: float, store: dist.Store | None = None, rank: int = 0, world: int = 0) -> None:
-    """Join torch.distributed: by the store, or from the environment (torchrun). Once joined, nothing.
+    """Join torch.distributed: by the store, or from the environment (torchrun, Slurm). Once joined, nothing.
 
     A rank gets a device of its own if this machine has one for each of its ranks, else the CPU and one thread.
 
@@ -298,6 +350,13 @@ def everyone(mine: Any) -> list:
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     return ranks
+
+
+def job() -> str | None:
+    """The Slurm job that this process is in, as squeue and sacct name it."""
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ.get("SLURM_JOB_ID")
 
 
 def told(mine: bool) -> bool:
