@@ -209,7 +209,8 @@ def among_running(experiment: Experiment, config: dict, record: dict, path: Path
         stacks = {file.suffixes[0][1:]: file.read_text() for file in sorted(path.parent.glob("stack.*.part"))}
         late = {"status": "timeout", "reason": "not all ranks had a result when the time was up", "stacks": stacks}
         late["seconds"] = config["timeout_s"]
-        keep(record | late, path)
+        if first_to_tell(path):
+            keep(record | late, path)
         text = f"{line(experiment, record | late)}\nthese ranks cannot go on; the same command continues"
         print(text, file=sys.stderr, flush=True)
         os._exit(1)

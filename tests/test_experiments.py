@@ -536,6 +536,25 @@ def test_a_hang_under_torchrun(tmp_path):
     assert "the same command continues" in text
 
 
+def test_what_a_rank_says_of_ranks_that_gave_up_is_not_the_reason(tmp_path):
+    """Rank 0 hangs, rank 1 waits for it: when rank 0 has given up, rank 1 complains, and the stacks stay."""
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "from dataclasses import replace\nimport time\nimport torch\nimport torch.distributed as dist\n"
+        "from experiments import attention, points\n"
+        "def hang(config):\n"
+        "    if dist.get_rank() == 0:\n        time.sleep(1000)\n"
+        "    dist.recv(torch.zeros(1), 0)\n"
+        "points.main(replace(attention.EXPERIMENT, measure=hang))\n"
+    )
+    command = [sys.executable, "-m", *TORCHRUN[:-1], str(script), "mesh=u1r2", "timeout_s=3", f"results={tmp_path}/x"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([*command, *SMALL], cwd=ROOT, capture_output=True, timeout=60, env=environment)
+    assert result.returncode == 1
+    (record,) = records(tmp_path / "x")
+    assert (record["status"], set(record["stacks"])) == ("timeout", {"0", "1"})
+
+
 # ---------------------------------------------------------------------------------------------------
 # Time.
 
