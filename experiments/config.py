@@ -203,29 +203,29 @@ class Journal(Callback):
 
     def _begin(self, config: DictConfig, count: Callable[[], int]) -> None:
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(2)}.jsonl"
-        os.environ[_JOURNAL] = str(Path(config.results) / "runs" / name)
+        os.environ[JOURNAL] = str(Path(config.results) / "runs" / name)
         if FIRST:
             note({"points": count()})
 
 
-_JOURNAL = "USP_JOURNAL"
+JOURNAL = "USP_JOURNAL"
 
 
 def journal() -> Path | None:
     """Where the command that this process is part of keeps its list; None before it has begun."""
-    return Path(os.environ[_JOURNAL]) if _JOURNAL in os.environ else None
+    return Path(os.environ[JOURNAL]) if JOURNAL in os.environ else None
 
 
 def note(entry: dict) -> None:
     """Add a line to the journal, whole: processes may do so at the same time."""
-    path = Path(os.environ[_JOURNAL])
+    path = Path(os.environ[JOURNAL])
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         file.write(json.dumps(entry).encode() + b"\n")
 
 
 def entries() -> list[dict]:
-    path = Path(os.environ[_JOURNAL])
+    path = Path(os.environ[JOURNAL])
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

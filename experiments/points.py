@@ -56,9 +56,7 @@ def main(experiment: Experiment) -> None:
 
     command = [Path(sys.executable).name, "-m", f"experiments.{experiment.name}", *sys.argv[1:]]
 
-    def task(cfg) -> None:  # may run in another process
-        point(experiment, cfg, command)
-
+    task = partial(point, experiment, command=command)  # may run in another process
     register()
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=experiment.name)(task)()
     ranks.leave()
@@ -158,6 +156,7 @@ def check(config: dict) -> None:
 def begun(experiment: Experiment, config: dict, command: list[str]) -> dict:
     """The record of a point, as far as it is known before anything is measured."""
     job = ranks.job()
+    slurm = ranks.STEP or os.environ.get("SUBMITIT_EXECUTOR") == "slurm"  # the latter: also of a job of one rank
     return {
         "schema": SCHEMA,
         "experiment": experiment.name,
@@ -166,7 +165,7 @@ def begun(experiment: Experiment, config: dict, command: list[str]) -> dict:
         "config": config,
         "seed": config["seed"],
         "command": command,
-        "launcher": "slurm" if ranks.STEP else "torchrun" if RUNNING else "own",
+        "launcher": "slurm" if slurm else "torchrun" if RUNNING else "own",
         **({"job": job} if job else {}),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(),

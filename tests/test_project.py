@@ -32,8 +32,9 @@ LAYERS = [
 ]
 HOMES = {
     "flash_attn": ("usp/kernels",),
-    "hydra": ("experiments",),
-    "omegaconf": ("experiments",),
+    "hydra": ("experiments", "hydra_plugins"),
+    "omegaconf": ("experiments", "hydra_plugins"),
+    "submitit": ("experiments/slurm.py",),
     "transformers": ("usp/integrations", "experiments/model.py", "examples"),
     "matplotlib": ("analysis",),
     "rich": ("analysis",),
@@ -101,7 +102,8 @@ def imports(path: Path) -> set[str]:
 
 
 def sources() -> list[Path]:
-    return [path for folder in ("usp", "experiments", "analysis", "examples") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("usp", "experiments", "analysis", "examples", "hydra_plugins")
+    return [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
 
 
 def part(path: Path) -> str:
