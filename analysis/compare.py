@@ -55,6 +55,33 @@ class Group:
         return correlation(ranks(measured), ranks(there))
 
 
+def world(config: dict) -> int:
+    """Ranks of a point."""
+    return math.prod(config["mesh"].get(axis, 1) for axis in ("data", "ring", "ulysses"))
+
+
+def across(hosts: list[dict]) -> str:
+    """Of the hosts of a record, in words, if there are several: how many, and the rate of their links if known."""
+    if len(hosts) < 2:
+        return ""
+    rates = sorted({host["gbit_per_s"] for host in hosts if host["gbit_per_s"]})
+    return f" on {len(hosts)} hosts" + (f" with {' to '.join(f'{rate:g}' for rate in rates)} Gbit/s" if rates else "")
+
+
+def mesh_order(config: dict) -> tuple[int, int, bool]:
+    """From pure Ulysses to pure ring; swapped axes last of the same degrees."""
+    mesh = config["mesh"]
+    return mesh["ring"], mesh["ulysses"], mesh["inner"] == "ring"
+
+
+def mesh_label(config: dict) -> str:
+    """A mesh in a name or a table: degrees, and the axis that is inside if it is not Ulysses."""
+    mesh = config["mesh"]
+    replicas = f"d{mesh['data']}" if mesh.get("data", 1) > 1 else ""
+    swapped = "-ring_inside" if mesh["inner"] == "ring" else ""
+    return f"{replicas}u{mesh['ulysses']}r{mesh['ring']}{swapped}"
+
+
 def ranks(values: list[float]) -> list[float]:
     """1 for the smallest; equal values share the mean of their ranks."""
     ordered = sorted(values)
@@ -64,10 +91,11 @@ def ranks(values: list[float]) -> list[float]:
 def family(record: dict) -> str:
     """What points must have in common, but for the length, to be compared: a title for tables and pictures."""
     config = record["config"]
-    workload, mesh, beside = config["workload"], config["mesh"], config["published"]
+    workload, beside = config["workload"], config["published"]
     window = "" if config["window"] is None else f" with window {config['window']}"
-    world = mesh["ring"] * mesh["ulysses"]
-    usual = "wall" if world <= record["machine"]["cores"] else "cpu"  # a point without a result had none
+    count, hosts = world(config), record["hosts"]
+    alone = count <= record["machine"]["cores"] or len(hosts) > 1
+    usual = "wall" if alone else "cpu"  # a point without a result had none
     return ", ".join(
         (
             f"{workload['heads']}/{workload['kv_heads']} heads x {workload['head_dim']}",
@@ -75,7 +103,7 @@ def family(record: dict) -> str:
             config["dtype"],
             ("causal" if config["causal"] else "full") + window,
             "forward + backward" if config["backward"] else "forward",
-            f"{world} ranks",
+            f"{count} ranks{across(hosts)}",
             *([] if config["exchange"] == "ring" else [f"exchange {config['exchange']}"]),
             *([] if config["backend"] == "auto" else [f"backend {config['backend']}"]),
             *([] if config["device"] == "auto" else [f"device {config['device']}"]),
@@ -132,7 +160,7 @@ def adjusted(record: dict, usual: dict[str, float]) -> float:
 
 
 def _group(records: list[dict], usual: dict[str, float]) -> Group:
-    records = sorted(records, key=lambda r: (r["config"]["mesh"]["ring"], r["config"]["mesh"]["ulysses"]))
+    records = sorted(records, key=lambda r: mesh_order(r["config"]))
     rows = [published.find(record["config"]) for record in records]
     factors = [adjusted(record, usual) for record in records]
     measured = [speed(record) for record in records]
@@ -179,8 +207,9 @@ def model_family(record: dict) -> str:
     )
 
 
-def model_job(config: dict) -> str:
+def model_job(record: dict) -> str:
     """How a point of experiments.model computes it, in words."""
+    config, where = record["config"], across(record["hosts"])
     mesh = config["mesh"]
     degrees = [f"{name} {mesh[name]}" for name in ("data", "ring", "ulysses") if mesh[name] > 1]
     options = {"backend": "auto", "checkpoint": "none", "tile_mlp": None, "tile_loss": None}
@@ -189,7 +218,8 @@ def model_job(config: dict) -> str:
         whose = [] if config["attention"] == "auto" else [f"attention {config['attention']}"]
         return ", ".join(("one process", *whose, *given))
     engine = [] if config["phase"] != "train" else ["fsdp" if config["engine"] == "auto" else config["engine"]]
-    return ", ".join((" x ".join(degrees), config["layout"]["name"], *engine, *given))
+    swapped = ["ring inside"] if mesh["inner"] == "ring" else []
+    return ", ".join((" x ".join(degrees) + where, *swapped, config["layout"]["name"], *engine, *given))
 
 
 def beside_one_process(records: list[dict]) -> list[tuple[dict, dict | None]]:
@@ -229,10 +259,9 @@ def inference_family(record: dict) -> str:
     """What points of experiments.decode or experiments.prefill have in common in one table: its title."""
     config = record["config"]
     workload = config["workload"]
-    mesh = f"u{config['mesh']['ulysses']}r{config['mesh']['ring']}"
     heads = f"{workload['heads']}/{workload['kv_heads']} heads x {workload['head_dim']}"
     if record["experiment"] == "prefill":
-        own = mesh, config["layout"]["name"], f"{config['total']:,} tokens", f"batch {config['batch']}"
+        own = mesh_label(config), config["layout"]["name"], f"{config['total']:,} tokens", f"batch {config['batch']}"
     else:
         out = "out everywhere" if config["gather"] else "out where the algorithm leaves it"
         window = [] if config["window"] is None else [f"window {config['window']}"]
@@ -243,6 +272,7 @@ def inference_family(record: dict) -> str:
             heads,
             *own,
             config["dtype"],
+            *([f"{world(config)} ranks{across(record['hosts'])}"] if len(record["hosts"]) > 1 else []),
             *([] if config["backend"] == "auto" else [f"backend {config['backend']}"]),
             *([] if config["device"] == "auto" else [f"device {config['device']}"]),
             *([] if config["seed"] == 0 else [f"seed {config['seed']}"]),

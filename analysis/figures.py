@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from analysis import compare, published
+from analysis import compare, placement, published
 from usp import Partition
 
 LAYOUTS = {"contiguous": (":", "s"), "zigzag": ("-", "o"), "striped": ("--", "^"), "balanced": ("-.", "D")}
@@ -137,6 +137,67 @@ SERIES = (  # colours that everybody tells apart (Okabe and Ito), with lines of 
 )
 
 
+KINDS = {"Ulysses": "#0072b2", "ring": "#d55e00", "hybrid": "#009e73", "swapped": "#cc79a7"}
+MEANS = {"hybrid": "hybrid: Ulysses inside hosts, ring across", "swapped": "hybrid with the axes swapped"}
+
+
+def two_level(records: list[dict], path: Path) -> Path:
+    """Time of a call against the rate of links between hosts: a column a workload, a row a part of a call.
+
+    The fastest mesh and layout of each kind, with the quartiles of its calls; dashed, what the cost model predicts.
+    """
+    found = placement.studies(records)
+    titles = list(dict.fromkeys(study.title for study in found))
+    parts = list(dict.fromkeys(study.part for study in found))
+    size = 1.0 + 3.9 * len(titles), 1.5 + 2.9 * len(parts)
+    figure, grid = plt.subplots(len(parts), len(titles), figsize=size, squeeze=False)
+    for panel in grid.flat:
+        panel.set_visible(False)
+    for study in found:
+        panel = grid[parts.index(study.part)][titles.index(study.title)]
+        panel.set_visible(True)
+        _placements(panel, study)
+        if study.part == parts[0]:
+            panel.set_title("\n".join(textwrap.wrap(study.title, 44)), fontsize=8)
+        if study.title == titles[0]:
+            panel.set_ylabel(f"{study.part}\nms of wall time on cores of usual speed", fontsize=8)
+        if study.part == parts[-1]:
+            panel.set_xlabel("Gbit/s between hosts, each way", fontsize=8)
+    marks = {"marker": "o", "markersize": 4}
+    handles = [
+        plt.Line2D([], [], color=colour, label=MEANS.get(kind, f"pure {kind}"), **marks)
+        for kind, colour in KINDS.items()
+    ]
+    dashed = {"linestyle": "--", "linewidth": 0.9}
+    handles.append(plt.Line2D([], [], color="black", label="predicted from the other rates", **dashed))
+    figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False, fontsize=8)
+    return _save(figure, records, "Where the axes lie, on hosts with slow links (emulated)", path, legend=0.4 / size[1])
+
+
+def _placements(panel: Axes, study: placement.Study) -> None:
+    for kind, colour in KINDS.items():
+        known = [(rate, choice) for rate in study.rates if (choice := rate.fastest(kind))]
+        rates = [rate.gbit_per_s for rate, _ in known]
+        values = [1e3 * choice.seconds for _, choice in known]
+        ends = [choice.quartiles for _, choice in known]
+        bars = [[max(0.0, y - 1e3 * low) for y, (low, _) in zip(values, ends, strict=True)]]
+        bars.append([max(0.0, 1e3 * high - y) for y, (_, high) in zip(values, ends, strict=True)])
+        panel.errorbar(rates, values, yerr=bars, color=colour, marker="o", markersize=4, linewidth=1.4, capsize=2)
+        predicted = [1e3 * rate.predicted_s[choice.name] for rate, choice in known if rate.predicted_s]
+        if len(predicted) == len(rates):
+            panel.plot(rates, predicted, color=colour, linestyle="--", linewidth=0.9)
+    rates = [rate.gbit_per_s for rate in study.rates]
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xticks(rates, [f"{rate:g}" for rate in rates], fontsize=8)
+    panel.xaxis.set_minor_locator(plt.NullLocator())
+    for formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+        formatter(lambda value, _: f"{value:g}")
+    panel.tick_params(axis="y", which="both", labelsize=7)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(True, axis="y", which="major", linewidth=0.4, alpha=0.5)
+
+
 def training(records: list[dict], path: Path) -> Path:
     """Loss by step, a panel for all that train the same; below it how far each is from one process."""
     families: dict[str, list[tuple[dict, dict | None]]] = {}
@@ -148,7 +209,7 @@ def training(records: list[dict], path: Path) -> Path:
         for n, (record, alone) in enumerate(sorted(members, key=lambda pair: len(pair[0]["ranks"]))):
             colour, style, marker = SERIES[n % len(SERIES)]
             losses = record["summary"]["losses"]
-            look = {"color": colour, "linestyle": style, "label": compare.model_job(record["config"])}
+            look = {"color": colour, "linestyle": style, "label": compare.model_job(record)}
             wide = 4.0 if n == 0 else 1.8  # the first is seen behind the others
             upper.plot(range(len(losses)), losses, linewidth=wide, alpha=0.35 if n == 0 else 1.0, **look)
             if alone is not None and alone is not record:
@@ -228,7 +289,8 @@ def _cells(panel: Axes, points: list[tuple[dict, float | None, str]]) -> None:
             panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="#d62728", linewidth=1.8))
     panel.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
     panel.set_xticks(range(len(layouts)), layouts, fontsize=6)
-    panel.set_yticks(range(len(meshes)), [f"u{ulysses} r{ring}" for ulysses, ring in meshes], fontsize=6)
+    names = [f"u{u} r{r}" + ("\nring inside" if inner == "ring" else "") for u, r, inner in meshes]
+    panel.set_yticks(range(len(meshes)), names, fontsize=6)
     panel.tick_params(length=0)
     panel.spines[:].set_visible(False)
 
@@ -260,16 +322,17 @@ def _clock(records: list[dict]) -> str:
     return clocks.pop() if len(clocks) == 1 else "cpu"
 
 
-def _mesh(record: dict) -> tuple[int, int]:
-    return record["config"]["mesh"]["ulysses"], record["config"]["mesh"]["ring"]
+def _mesh(record: dict) -> tuple[int, int, str]:
+    mesh = record["config"]["mesh"]
+    return mesh["ulysses"], mesh["ring"], mesh["inner"]
 
 
 def _layout(record: dict) -> str:
     return record["config"]["layout"]["name"]
 
 
-def _label(mesh: tuple[int, int]) -> str:
-    return f"ulysses {mesh[0]} x ring {mesh[1]}"
+def _label(mesh: tuple[int, int, str]) -> str:
+    return f"ulysses {mesh[0]} x ring {mesh[1]}{', ring inside' if mesh[2] == 'ring' else ''}"
 
 
 def _tokens(count: int | None) -> str:

@@ -59,6 +59,18 @@ class Case:
         return self.seconds(trial) / self.measured_s - 1
 
 
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def call_of(config: dict) -> tuple[Workload, Plan]:
+    """The call that a point of experiments.attention measures, and how it is spread."""
+    mask = Mask(causal=config["causal"], window=config["window"])
+    width = ELEMENT_BYTES[config["dtype"]]
+    workload = Workload(seq=config["seq"], mask=mask, element_bytes=width, **config["workload"])
+    options = {key: config[key] for key in ("exchange", "replicate_kv")}
+    return workload, Plan(**config["mesh"], layout=config["layout"]["name"], **options)
+
+
 # ---------------------------------------------------------------------------------------------------
 # Attention.
 

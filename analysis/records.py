@@ -21,7 +21,7 @@ from pathlib import Path
 
 from analysis import compare
 
-SCHEMA = 2  # of the records that this version writes and reads
+SCHEMA = 3  # of the records that this version writes and reads
 
 
 def load(*folders: Path) -> list[dict]:
@@ -156,6 +156,12 @@ def pictures(experiment: str, records: list[dict], folder: Path) -> list[Path]:
 
     if experiment == "model":
         records = [record for record in records if record["config"]["phase"] == "train" and record["status"] == "ok"]
+    if experiment == "attention" and any(record["config"]["cluster"] for record in records):
+        shapes: dict[str, list[dict]] = {}
+        for record in records:
+            if record["status"] == "ok" and (cluster := record["config"]["cluster"]):
+                shapes.setdefault(f"{cluster['hosts']}x{cluster['ranks_per_host']}", []).append(record)
+        return [figures.two_level(some, folder / f"two_level_{shape}.png") for shape, some in shapes.items()]
     wanted = {"attention": (figures.speed, figures.heatmap), "model": (figures.training,) if records else ()}
     return [draw(records, folder / f"{draw.__name__}.png") for draw in wanted.get(experiment, ())]
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import math
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from analysis import compare, published
+from analysis import compare, placement, published
 
 CLOCKS = {
     "cpu": "Speed: calls per second of the CPU time that the slowest rank computes, outside communication: what one "
     "device a rank would reach if links were free. Ranks share cores here, so wall time would hide imbalance. "
     "Adjusted to equally fast cores by a fixed piece of work beside each call (records have the times as they were).",
-    "wall": "Speed: calls per second of wall time; every rank has a device or a core of its own.",
+    "wall": "Speed: calls per second of wall time: every rank has a device or a core of its own, or links between "
+    "hosts are part of it.",
 }
+BESIDE = ("Ulysses", "ring", "swapped")  # what hybrid is held against
+PLACEMENT = (
+    "*: fastest. Hybrid: Ulysses inside hosts, ring across; swapped: ring inside, Ulysses across. Picked: what the "
+    "cost model predicts to be fastest, with constants fitted on the other rates; loses: how much longer it takes than "
+    "the fastest. Time in which cores compute is adjusted to equally fast cores by a fixed piece of work beside each "
+    "call (records have the times as they were). Ranks share cores, so times say how links and placement compare, not "
+    "how fast a cluster is."
+)
 CAPTION = (
     "Relative: to the fastest of the same length. Balance: mean over largest time of the ranks. "
     "MB sent: by the rank that sends most. Peak: growth of memory of the rank that grows most. "
@@ -26,7 +33,12 @@ CAPTION = (
 def show(records: list[dict]) -> None:
     """A table for each workload, a section for each length, each row beside its published row."""
     console = _console()
-    groups = compare.groups(records)
+    emulated = [record for record in records if record["config"]["cluster"]]
+    if emulated:
+        _print_studies(console, emulated)
+    groups = compare.groups([record for record in records if not record["config"]["cluster"]])
+    if not groups:
+        return
     families: dict[tuple[str, str], list[compare.Group]] = {}
     for group in groups:
         families.setdefault(group.family, []).append(group)
@@ -79,8 +91,7 @@ def _table(groups: list[compare.Group], title: str) -> Table:
 
 def _cells(line: compare.Line, forward: bool, beside: bool, efficiency: bool) -> list[str]:
     config = line.record["config"]
-    mesh = config["mesh"]
-    cells = [f"{config['seq']:,}", f"u{mesh['ulysses']}r{mesh['ring']}", config["layout"]["name"]]
+    cells = [f"{config['seq']:,}", compare.mesh_label(config), config["layout"]["name"]]
     if found := line.record.get("summary"):
         speed = found["speed_per_s"] * line.adjusted
         cells += [f"{speed:.2f}", *([f"{line.speed:.2f}"] if forward else []), f"{line.relative:.2f}"]
@@ -118,6 +129,52 @@ def _print_comparison(console: Console, groups: list[compare.Group]) -> None:
     console.print(text + (f" Rank correlation: {', '.join(found)}." if found else ""))
     for doubt in sorted({line.published.doubt for group in groups for line in group.lines if line.published} - {""}):
         console.print(f"* {doubt}")
+
+
+def _print_studies(console: Console, records: list[dict]) -> None:
+    """Points of emulated clusters: a table for each workload and part of a call, a line for each rate."""
+    found = placement.studies(records)
+    for study in found:
+        names = list(dict.fromkeys(choice.name for rate in study.rates for choice in rate.choices))
+        table = Table(
+            title=f"{study.title}\n{study.part}, ms of wall time on cores of usual speed",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        table.add_column("Gbit/s", justify="right")
+        for column in (*(name.replace(" ", "\n") for name in names), *(f"{kind}\n/ hybrid" for kind in BESIDE)):
+            table.add_column(column, justify="right")
+        table.add_column("picked")
+        table.add_column("loses", justify="right")
+        for rate in study.rates:
+            seconds = {choice.name: choice.seconds for choice in rate.choices}
+            best = rate.best.name
+            cells = [f"{1e3 * seconds[x]:.0f}{'*' if x == best else ''}" if x in seconds else "" for x in names]
+            over = [rate.over(kind, "hybrid") for kind in BESIDE]
+            pick = [rate.pick.name, f"{rate.loss:.1%}"] if rate.pick else ["-", ""]
+            table.add_row(f"{rate.gbit_per_s:g}", *cells, *(f"{x:.2f}" if x else "" for x in over), *pick)
+        console.print(table)
+        for kind in BESIDE:
+            if rates := study.crossovers(kind, "hybrid"):
+                text = " and ".join(f"{rate:.2g}" for rate in rates)
+                console.print(f"{kind} and hybrid are equally fast at {text} Gbit/s.")
+        console.print()
+    if excess := [x["interface_bytes"] / x["counted_bytes"] - 1 for x in _links(records)]:
+        console.print(
+            f"Between hosts, interfaces counted {min(excess):+.2%} to {max(excess):+.2%} of what ranks counted as sent."
+        )
+    failed = [record for record in records if record["status"] != "ok"]
+    if found:
+        console.print(PLACEMENT, style="dim")
+    for record in failed:
+        console.print(f"{record['point']}: {record['status']}")
+
+
+def _links(records: list[dict]) -> list[dict]:
+    """Hosts of points that sent something to others."""
+    good = [record["summary"]["links"] or [] for record in records if record["status"] == "ok"]
+    return [host for hosts in good for host in hosts if host["counted_bytes"]]
 
 
 def listing(records: list[dict]) -> None:
@@ -159,7 +216,7 @@ ERROR = "Error: the largest of out and lse, against float64, relative to the lar
 STEP_CLOCKS = {
     "cpu": "Clock cpu: CPU time that the slowest rank computes, outside communication, adjusted to equally fast cores: "
     "ranks share cores. Wall time then is of all ranks of a core one after the other.",
-    "wall": "Clock wall: every rank has a device or a core of its own.",
+    "wall": "Clock wall: every rank has a device or a core of its own, or links between hosts are part of it.",
 }
 
 
@@ -170,7 +227,7 @@ def show_decode(records: list[dict]) -> None:
         table = _inference_table(title, members, ("mesh", "batch", "algorithm", "error"))
         for column in ("bytes\ncounted", "bytes\nformula", "messages", "ms a token", "clock", "wall ms\na token"):
             table.add_column(column, justify="right")
-        members.sort(key=lambda x: (x["config"]["mesh"]["ring"], x["config"]["mesh"]["ulysses"], x["config"]["batch"]))
+        members.sort(key=lambda x: (*compare.mesh_order(x["config"]), x["config"]["batch"]))
         before = None
         for record in members:
             config, found = record["config"], record.get("summary")
@@ -260,8 +317,8 @@ def show_model(records: list[dict]) -> None:
         columns = *own[phase], "tokens/s\ncomputed", "clock", "tokens/s\nwall", "MB\nsent", "messages"
         for column in (*columns, "peak MiB\na rank", *(["cache MiB\na rank"] if phase == "generate" else [])):
             table.add_column(column, justify="right")
-        for record, alone in sorted(members, key=lambda pair: math.prod(pair[0]["config"]["mesh"].values())):
-            cells = [compare.model_job(record["config"])]
+        for record, alone in sorted(members, key=lambda pair: compare.world(pair[0]["config"])):
+            cells = [compare.model_job(record)]
             if found := record.get("summary"):
                 speed = found["tokens_per_s"]
                 cells += [*_model_cells(record, alone)]

@@ -6,7 +6,6 @@ kernels, the merging and the packing of all-to-alls of one rank, and a fixed tim
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,17 +15,14 @@ from statistics import median
 from analysis import compare
 from analysis import records as kept
 from analysis.fitting import fit, with_values, yaml_text
-from analysis.measurements import Case
+from analysis.measurements import ELEMENT_BYTES, Case, call_of
 from usp.cost.hardware import UNITS, Cluster, Constant, Hardware
 from usp.cost.timing import CALIBRATED, Constants, Prediction, attention_parts
-from usp.cost.workload import Plan, Workload
-from usp.masks import Mask
 
 EVERY = 3  # of the points, by name, one is fitted on
 START = {"merge_bytes_per_s": 2e10, "all_to_all_bytes_per_s": 5e9, "call_s": 1e-3}
 MEMORY_BYTES_PER_S = 1e10  # of a core: sums of gradients take it, kernels stay far below it
 RATES = ("attention_flops_per_s", "attention_backward_flops_per_s")
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def main(folders: Sequence[Path]) -> None:
@@ -81,11 +77,7 @@ def calibrated(records: Sequence[dict]) -> tuple[Hardware, list[Case], list[Case
 def cases_of(record: dict, usual: dict[str, float]) -> list[Case]:
     """The forward pass of a point and, if it has one, forward and backward; seconds on cores of usual speed."""
     config, summary = record["config"], record["summary"]
-    shape, mesh = config["workload"], config["mesh"]
-    mask = Mask(causal=config["causal"], window=config["window"])
-    sizes = (shape["batch"], config["seq"], shape["heads"], shape["kv_heads"], shape["head_dim"])
-    workload = Workload(*sizes, mask, element_bytes=ELEMENT_BYTES[config["dtype"]])
-    plan = Plan(ring=mesh["ring"], ulysses=mesh["ulysses"], layout=config["layout"]["name"])
+    workload, plan = call_of(config)
 
     def case(what: str, speed: str, passes: tuple[bool, ...]) -> Case:
         def predicted(trial: Hardware, bound: bool) -> Prediction:
@@ -112,7 +104,7 @@ def _covers(records: Sequence[dict]) -> dict[str, tuple[int, int]]:
     sizes = {
         "seq": [x["seq"] for x in configs],
         "head_dim": [x["workload"]["head_dim"] for x in configs],
-        "ranks": [math.prod(x["mesh"].values()) for x in configs],
+        "ranks": [compare.world(x) for x in configs],
         "element_bytes": [ELEMENT_BYTES[x["dtype"]] for x in configs],
     }
     return {name: (min(found), max(found)) for name, found in sizes.items()} | {"nodes": (1, 1)}

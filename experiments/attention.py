@@ -22,8 +22,9 @@ from torch import Tensor
 
 import usp
 import usp.nn
+from analysis.compare import mesh_label
 from experiments import points, ranks
-from usp.cost import Plan, Workload, traffic
+from usp.cost import traffic
 from usp.cost.counts import Volume
 
 
@@ -32,7 +33,7 @@ def main() -> None:
 
 
 def label(config: dict) -> str:
-    parts = points.mesh_label(config), config["layout"]["name"], f"s{config['seq']}", points.workload_label(config)
+    parts = mesh_label(config), config["layout"]["name"], f"s{config['seq']}", points.workload_label(config)
     return "-".join((*parts, config["dtype"]))
 
 
@@ -86,10 +87,9 @@ def figures(config: dict, samples: list[dict]) -> dict:
 
 def predicted(config: dict) -> dict[tuple[int, int], Volume]:
     """What each rank (ring rank, Ulysses rank) sends, before anything is run."""
-    mask = usp.Mask(causal=config["causal"], window=config["window"])
-    width = getattr(torch, config["dtype"]).itemsize
-    call = Workload(seq=config["seq"], mask=mask, element_bytes=width, **config["workload"])
-    plan = Plan(**config["mesh"], layout=config["layout"]["name"], exchange=config["exchange"])
+    from analysis.measurements import call_of
+
+    call, plan = call_of(config)
     found = traffic(call, plan, backward=config["backward"])
     return {divmod(n, plan.ulysses): volume for n, volume in enumerate(found)}
 
@@ -105,12 +105,13 @@ def line(found: dict) -> str:
 def measure(config: dict) -> dict:
     """One point on this rank: run the attention, count and time it, hold it against float64."""
     device = ranks.device()
-    mesh = usp.init_mesh(ring=config["mesh"]["ring"], ulysses=config["mesh"]["ulysses"], device_type=device.type)
+    mesh = ranks.mesh_of(config)
     tokens = usp.partition(config["seq"], mesh, config["layout"]["name"])
     mask = usp.Mask(causal=config["causal"], window=config["window"])
     q, k, v, *dout = (usp.shard(_whole(config, n).to(device), mesh, tokens) for n in range(3 + config["backward"]))
     q, k, v = (x.requires_grad_(config["backward"]) for x in (q, k, v))
-    attention = usp.HybridAttention(mesh, exchange=config["exchange"], backend=config["backend"])
+    options = {key: config[key] for key in ("exchange", "backend", "replicate_kv")}
+    attention = usp.HybridAttention(mesh, **options)
     if device.type == "cuda" and config["measure"]["baseline"]:
         raise ValueError("measure.baseline=true compares CPU seconds, but each rank has a device: device=cpu")
 

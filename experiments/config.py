@@ -30,6 +30,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 # Members are written as in a command: OmegaConf reads an Enum by name.
 LayoutName = Enum("LayoutName", ["contiguous", "zigzag", "striped"])
+Axis = Enum("Axis", ["ulysses", "ring"])
 Dtype = Enum("Dtype", ["float64", "float32", "bfloat16", "float16"])
 Device = Enum("Device", ["auto", "cpu", "cuda"])
 Reference = Enum("Reference", ["whole", "rows", "none"])
@@ -50,6 +51,7 @@ Checkpoint = Enum("Checkpoint", ["none", "attention_kept", "all"])
 class Mesh:
     ulysses: int = MISSING
     ring: int = MISSING
+    inner: Axis = Axis["ulysses"]  # whose ranks are consecutive, so on one host if they fit
 
 
 @dataclass
@@ -89,10 +91,20 @@ class Published:
 
 
 @dataclass
+class Cluster:
+    """Hosts of an emulated cluster (experiments.emulated_cluster)."""
+
+    hosts: int = MISSING
+    ranks_per_host: int = MISSING
+    gbit_per_s: float = MISSING  # of the one link that each host has, in each direction
+
+
+@dataclass
 class Job:
     """What every experiment's configuration has."""
 
     mesh: Mesh = field(default_factory=Mesh)
+    cluster: Cluster | None = None  # null: ranks are of this machine, or are found running
     dtype: Dtype = Dtype["float32"]
     backend: Backend = Backend["auto"]
     device: Device = Device["auto"]
@@ -122,6 +134,7 @@ class Attention(Point):
     window: int | None = None
     backward: bool = True
     exchange: Exchange = Exchange["ring"]
+    replicate_kv: bool = False  # KV heads go to several ranks where Ulysses has more ranks than there are
     name: str = "attention"
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 import usp
+from analysis.compare import mesh_label
 from experiments import points, ranks, sequences
 from usp.cost import Plan, Workload
 from usp.cost.counts import decode_traffic
@@ -29,7 +30,7 @@ def main() -> None:
 
 
 def label(config: dict) -> str:
-    parts = points.mesh_label(config), config["algorithm"], f"c{config['context']}", points.workload_label(config)
+    parts = mesh_label(config), config["algorithm"], f"c{config['context']}", points.workload_label(config)
     return "-".join((*parts, config["dtype"]))
 
 
@@ -116,7 +117,7 @@ def share(config: dict, cache: KVCache) -> Share:
 
 def measure(config: dict) -> dict:
     """One point on this rank: fill a cache, check a step, count one, time the others."""
-    mesh, context, workload = sequences.mesh_of(config), config["context"], config["workload"]
+    mesh, context, workload = ranks.mesh_of(config), config["context"], config["workload"]
     cache = filled(config, mesh)
     rows, queries, keys, heads = share(config, cache)
     whole = (sequences.tokens(config, n, context, config["seq"]).to(cache.k.device) for n in range(3))

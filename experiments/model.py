@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import usp
 import usp.nn
+from analysis.compare import mesh_label, world
 from experiments import points, ranks
 from usp import cost
 from usp.cost import Model, Plan
@@ -65,17 +66,13 @@ def main() -> None:
 
 
 def label(config: dict) -> str:
-    mesh, shape = points.mesh_label(config), f"s{config['seq']}b{config['batch']}"
+    mesh, shape = mesh_label(config), f"s{config['seq']}b{config['batch']}"
     return "-".join((config["model"], config["phase"], mesh, config["layout"]["name"], shape, config["dtype"]))
-
-
-def world_of(config: dict) -> int:
-    return math.prod(config["mesh"].values())
 
 
 def adapted(config: dict) -> bool:
     """Whether attention is this library's, and not that of transformers."""
-    return config["attention"] == "usp" or (config["attention"] == "auto" and world_of(config) > 1)
+    return config["attention"] == "usp" or (config["attention"] == "auto" and world(config) > 1)
 
 
 def check(config: dict) -> None:
@@ -85,7 +82,7 @@ def check(config: dict) -> None:
         ValueError: naming the values.
     """
     points.check(config)
-    phase, world = config["phase"], world_of(config)
+    phase, count = config["phase"], world(config)
     for other, unset in ONLY.items():
         for key, none in unset.items():
             if other != phase and config[key] != none:
@@ -100,14 +97,14 @@ def check(config: dict) -> None:
     if phase == "train":
         if not 0 < config["learning_rate"] < math.inf:
             raise ValueError(f"learning_rate={config['learning_rate']}: above 0")
-        if world == 1 and config["engine"] != "auto":
+        if count == 1 and config["engine"] != "auto":
             raise ValueError(f"engine={config['engine']} in one process, which shares gradients with nobody: auto")
     elif config["mesh"]["data"] > 1:
         raise ValueError(f"mesh.data={config['mesh']['data']} with phase={phase}: replicas train; mesh.data=1")
     if phase == "generate" and config["tile_loss"] is not None:
         raise ValueError(f"tile_loss={config['tile_loss']} with phase=generate, which has no loss; leave it out")
-    if config["attention"] == "transformers" and world > 1:
-        raise ValueError(f"attention=transformers on {world} ranks: it is of one process; attention=usp")
+    if config["attention"] == "transformers" and count > 1:
+        raise ValueError(f"attention=transformers on {count} ranks: it is of one process; attention=usp")
     own = {"backend": "auto", "tile_mlp": None, "tile_loss": None}
     if not adapted(config):
         if given := [f"{key}={config[key]}" for key, usual in own.items() if config[key] != usual]:
@@ -191,7 +188,7 @@ def predicted(config: dict) -> dict[tuple[int, int], Volume]:
     """What each rank (ring rank, Ulysses rank) sends for attention in one step, before anything is run."""
     shape = Model.from_config(TINY) if config["model"] == "tiny_llama" else cost.model("smollm2_135m")
     mesh = config["mesh"]
-    plan = Plan(mesh["ring"], mesh["ulysses"], layout=config["layout"]["name"])
+    plan = Plan(mesh["ring"], mesh["ulysses"], layout=config["layout"]["name"], inner=mesh["inner"])
     width = getattr(torch, config["dtype"]).itemsize
     call = shape.attention(config["batch"], config["seq"], usp.Mask(causal=True), width)
     passes = [cost.traffic(call, plan, backward=config["phase"] == "train")]
@@ -314,12 +311,12 @@ def samples(config: dict, text: Tensor, steps: int) -> Tensor:
 
 def measure(config: dict) -> dict:
     """One point on this rank: the first call is counted, the others are timed."""
-    mesh = usp.init_mesh(**config["mesh"], device_type=ranks.device().type)
+    mesh = ranks.mesh_of(config)
     model, text = _model(config, mesh), _text(config["model"])
     parameters = sum(x.numel() for x in model.parameters())
     loss = partial(_loss, config, mesh)
     with torch.no_grad():
-        loss(model, text[None, : 8 * world_of(config)])  # weights are read, and what is imported late
+        loss(model, text[None, : 8 * world(config)])  # weights are read, and what is imported late
     losses: list[float] = []
     tokens: list[list[int]] = []
     cache_bytes = 0

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,8 +26,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean, median
 
+from analysis.compare import world
 from analysis.records import SCHEMA
-from experiments import ranks
+from experiments import emulated_cluster, ranks
 from experiments.ranks import FIRST, RUNNING
 from usp.cost.counts import Volume
 
@@ -77,16 +78,17 @@ def point(experiment: Experiment, cfg, command: list[str]) -> None:
     config: dict = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)  # pyright: ignore[reportAssignmentType]
     if not wanted(config):
         return
-    own = name(experiment, config)
+    own, places = name(experiment, config), []
     if RUNNING:
         ranks.join(config["device"], 2 * config["timeout_s"])
-        if len(names := set(ranks.everyone(own))) > 1:
-            sys.exit(f"ranks were started with different commands: {sorted(names)}")
+        names, places = zip(*ranks.everyone((own, ranks.place())), strict=True)
+        if len(set(names)) > 1:
+            sys.exit(f"ranks were started with different commands: {sorted(set(names))}")
     path = Path(config["results"]) / own / "record.json"
     with claimed(path.parent) if FIRST else nullcontext():
         record = measured(path, config) if FIRST else None
         if not ranks.told(record is not None):
-            record = run(experiment, config, path, command)
+            record = run(experiment, config, path, command, places)
             broken = RUNNING and record["status"] not in ("ok", "unsupported")
             if first_to_tell(path) if broken else FIRST:
                 path = keep(record, path)
@@ -149,14 +151,32 @@ def check(config: dict) -> None:
         raise ValueError(f"measure.repeats and measure.warmup are at least 1: {config['measure']}")
     if not 0 < config["timeout_s"] < math.inf:
         raise ValueError(f"timeout_s={config['timeout_s']} is not a time to wait")
-    if min(config["mesh"].values()) < 1:
+    if config["cluster"] and RUNNING:
+        raise ValueError(
+            "launcher=emulated_cluster makes hosts of its own, and these ranks run already: launcher=basic"
+        )
+    if min(config["mesh"][axis] for axis in ("ring", "ulysses")) < 1 or config["mesh"].get("data", 1) < 1:
         raise ValueError(f"every degree of the mesh is at least 1: {config['mesh']}")
+    if config["cluster"]:
+        emulated_cluster.check(config, world(config))
 
 
-def begun(experiment: Experiment, config: dict, command: list[str]) -> dict:
+def hosts_of(config: dict, places: Sequence[dict] = ()) -> list[dict]:
+    """Where the ranks of a point are, host by host, with the link of each to the others; `places` of running ranks."""
+    if config["cluster"]:
+        places = emulated_cluster.places(config["cluster"])
+    places = places or [ranks.place()] * world(config)
+    found: dict[str, dict] = {}
+    for rank, place in enumerate(places):
+        found.setdefault(place["host"], place | {"ranks": []})["ranks"].append(rank)
+    return list(found.values())
+
+
+def begun(experiment: Experiment, config: dict, command: list[str], places: Sequence[dict] = ()) -> dict:
     """The record of a point, as far as it is known before anything is measured."""
     job = ranks.job()
     slurm = ranks.STEP or os.environ.get("SUBMITIT_EXECUTOR") == "slurm"  # the latter: also of a job of one rank
+    own = "emulated_cluster" if config["cluster"] else "own"
     return {
         "schema": SCHEMA,
         "experiment": experiment.name,
@@ -165,16 +185,17 @@ def begun(experiment: Experiment, config: dict, command: list[str]) -> dict:
         "config": config,
         "seed": config["seed"],
         "command": command,
-        "launcher": "slurm" if slurm else "torchrun" if RUNNING else "own",
+        "launcher": "slurm" if slurm else "torchrun" if RUNNING else own,
         **({"job": job} if job else {}),
+        "hosts": hosts_of(config, places),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(),
     }
 
 
-def run(experiment: Experiment, config: dict, path: Path, command: list[str]) -> dict:
+def run(experiment: Experiment, config: dict, path: Path, command: list[str], places: Sequence[dict] = ()) -> dict:
     """The record of a point, which will be kept at `path`, whatever happens to its ranks."""
-    record = begun(experiment, config, command)
+    record = begun(experiment, config, command, places)
     start_s = time.monotonic()
     try:
         check(config)
@@ -183,9 +204,9 @@ def run(experiment: Experiment, config: dict, path: Path, command: list[str]) ->
         if RUNNING:
             samples = among_running(experiment, config, record, path)
         else:
-            world = math.prod(config["mesh"].values())
-            with ranks.machine(alone=not ranks.shared(config["device"], world)):
-                samples = ranks.launch(experiment.measure, config, world, config["timeout_s"], experiment.preload)
+            count, launch = world(config), emulated_cluster.launch if config["cluster"] else ranks.launch
+            with ranks.machine(alone=bool(config["cluster"]) or not ranks.shared(config["device"], count)):
+                samples = launch(experiment.measure, config, count, config["timeout_s"], experiment.preload)
         record |= {"status": "ok", "ranks": samples, "summary": experiment.summary(config, samples)}
     except ranks.PointFailed as failure:
         record |= {"status": failure.status, "reason": failure.reason}
@@ -244,12 +265,6 @@ def name(experiment: Experiment, config: dict) -> str:
     return f"{experiment.label(config)}-{digest(config)[:8]}"
 
 
-def mesh_label(config: dict) -> str:
-    mesh = config["mesh"]
-    replicas = f"d{mesh['data']}" if mesh.get("data", 1) > 1 else ""
-    return f"{replicas}u{mesh['ulysses']}r{mesh['ring']}"
-
-
 def workload_label(config: dict) -> str:
     workload = config["workload"]
     return f"h{workload['heads']}kv{workload['kv_heads']}d{workload['head_dim']}b{workload['batch']}"
@@ -280,6 +295,7 @@ def figures(config: dict, samples: list[dict]) -> dict:
         "messages": max(sum(payload(rank["messages"]).values()) for rank in samples),
         "peak_growth_bytes": max(rank["peak_growth_bytes"] for rank in samples),
         "errors": errors(samples),
+        "links": links(samples),
     }
     limit = LIMITS[config["dtype"]]
     if wrong := {result: error for result, error in found["errors"].items() if error > limit}:
@@ -290,6 +306,25 @@ def figures(config: dict, samples: list[dict]) -> dict:
 def payload(counts: dict[str, int]) -> dict[str, int]:
     """Bytes or messages by kind without the agreement of ranks, which is 16 bytes a group."""
     return {kind: count for kind, count in counts.items() if kind != "control"}
+
+
+def links(samples: list[dict]) -> list[dict] | None:
+    """Of each host, bytes that it sent to others in a call: counted by its ranks, and by its interface.
+
+    None within one host, and where ranks used collectives, whose ways are not known.
+    """
+    if "link_bytes" not in samples[0]:
+        return None
+    if any(sum(rank["bytes_to_rank"]) != sum(payload(rank["bytes"]).values()) for rank in samples):
+        return None
+    host_of = {rank["rank"]: rank["host"] for rank in samples}
+    found = []
+    for host in dict.fromkeys(host_of.values()):
+        own = [rank for rank in samples if rank["host"] == host]
+        away = [[x for n, x in enumerate(rank["bytes_to_rank"]) if host_of[n] != host] for rank in own]
+        sent = max(rank["link_bytes"][0] for rank in own)
+        found.append({"host": host, "counted_bytes": sum(map(sum, away)), "interface_bytes": sent})
+    return found
 
 
 def check_traffic(

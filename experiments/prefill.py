@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import usp
+from analysis.compare import mesh_label
 from experiments import points, ranks, sequences
 from usp.blocks import Hop
 from usp.comm import Exchange
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def label(config: dict) -> str:
-    parts = points.mesh_label(config), config["algorithm"], config["layout"]["name"]
+    parts = mesh_label(config), config["algorithm"], config["layout"]["name"]
     shape = f"t{config['total']}", f"p{cached(config)}", points.workload_label(config)
     return "-".join((*parts, *shape, config["dtype"]))
 
@@ -98,7 +99,7 @@ def line(found: dict) -> str:
 
 def measure(config: dict) -> dict:
     """One point on this rank: rates, a cache as an earlier turn left it, then the new turn checked, counted, timed."""
-    mesh, first = sequences.mesh_of(config), cached(config)
+    mesh, first = ranks.mesh_of(config), cached(config)
     cache = filled(config, mesh)
     rates = measured_rates(config, cache)
     turn = usp.partition(config["total"] - first, mesh, config["layout"]["name"], start=first)

@@ -8,18 +8,20 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
+import hashlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -124,15 +126,10 @@ def launch(
     Raises:
         PointFailed: with what happened first. All ranks are ended. After `timeout_s` each tells where it stands.
     """
-    if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
-        multiprocessing.set_start_method("forkserver", force=True)  # joblib's own is unknown to the ranks
-    context = multiprocessing.get_context("forkserver")
-    # The last is what autograd.grad imports when it is given gradients: half a second in every rank of every point.
-    usual = ["experiments.ranks", "usp.nn", "usp.inference.decode", "torch.fx.experimental.symbolic_shapes"]
-    context.set_forkserver_preload([*usual, *preload])
+    context = processes(preload)
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     alive, lifeline = context.Pipe(duplex=False)  # nothing is ever sent: it closes when this process ends
-    kills = _kernel_kills()
+    kills = kernel_kills()
     ranks: list[_Rank] = []
     idle = range(CORES if shared(config["device"], world) else 0)
     fillers = [context.Process(target=_fill, args=(core, alive), daemon=True) for core in idle]
@@ -141,7 +138,7 @@ def launch(
             filler.start()
         for rank in range(world):
             ranks.append(_Rank(context, function, config, rank, world, store.port, timeout_s, alive))
-        return _collect(ranks, time.monotonic() + timeout_s + GRACE_S, kills)
+        return collect(ranks, time.monotonic() + timeout_s + GRACE_S, kills)
     finally:
         for rank in ranks:
             rank.end()
@@ -150,6 +147,17 @@ def launch(
             filler.join()
         alive.close()
         lifeline.close()
+
+
+def processes(preload: tuple[str, ...] = ()):
+    """Where new processes come from: one that has imported torch and `preload`."""
+    if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
+        multiprocessing.set_start_method("forkserver", force=True)  # joblib's own is unknown to the ranks
+    context = multiprocessing.get_context("forkserver")
+    # The last is what autograd.grad imports when it is given gradients: half a second in every rank of every point.
+    usual = ["experiments.ranks", "usp.nn", "usp.inference.decode", "torch.fx.experimental.symbolic_shapes"]
+    context.set_forkserver_preload([*usual, *preload])
+    return context
 
 
 class _Rank:
@@ -174,7 +182,7 @@ class _Rank:
             self.report = self.reports.recv()
         except EOFError:
             self.process.join(GRACE_S)
-            self.report = "died", _exit(self.process.exitcode), time.time()
+            self.report = "died", ending(self.process.exitcode), time.time()
 
     def where(self) -> str:
         """The stack that the rank wrote when its time was up."""
@@ -194,7 +202,11 @@ class _Rank:
         self.stack.close()
 
 
-def _collect(ranks: list[_Rank], deadline: float, kills: int) -> list[dict]:
+def collect(ranks: Sequence[Any], deadline: float, kills: int, patience_s: float = GRACE_S / 4) -> list[dict]:
+    """What all ranks report, until the deadline; so long after the first failure the others may still say more.
+
+    A rank has `reports`, what `receive` reads its `report` from, and `where` it stands.
+    """
     failed = False
     while missing := [rank for rank in ranks if rank.report is None]:
         left = max(0.0, deadline - time.monotonic())
@@ -206,7 +218,7 @@ def _collect(ranks: list[_Rank], deadline: float, kills: int) -> list[dict]:
             break
         if not failed and any(rank.report and rank.report[0] != "ok" for rank in ranks):
             failed = True  # the others may know better what it was
-            deadline = min(deadline, time.monotonic() + GRACE_S / 4)
+            deadline = min(deadline, time.monotonic() + patience_s)
     reports = {n: rank.report for n, rank in enumerate(ranks) if rank.report is not None}
     bad = {n: report for n, report in reports.items() if report[0] != "ok"}
     if bad:
@@ -214,7 +226,7 @@ def _collect(ranks: list[_Rank], deadline: float, kills: int) -> list[dict]:
         n = min(bad, key=lambda n: (bad[n][0] != "died", bad[n][2]))
         status, reason, _ = bad[n]
         if status == "died":
-            status = "oom" if "SIGKILL" in reason and _kernel_kills() > kills else "crash"
+            status = "oom" if "SIGKILL" in reason and kernel_kills() > kills else "crash"
         raise PointFailed(status, f"rank {n}: {reason}")
     if len(reports) < len(ranks):
         waiting = [n for n in range(len(ranks)) if n not in reports]
@@ -223,13 +235,13 @@ def _collect(ranks: list[_Rank], deadline: float, kills: int) -> list[dict]:
     return [reports[n][1] for n in range(len(ranks))]
 
 
-def _exit(code: int | None) -> str:
+def ending(code: int | None) -> str:
     if code is not None and code < 0:
         return f"ended by signal {-code} ({signal.Signals(-code).name})"
     return f"ended with exit code {code}"
 
 
-def _kernel_kills() -> int:
+def kernel_kills() -> int:
     """How many processes this system has killed for want of memory since it started, where it says so."""
     path = Path("/proc/vmstat")
     lines = path.read_text().splitlines() if path.exists() else []
@@ -247,18 +259,31 @@ def _work(
     stack: Connection,
     alive: Connection,
 ) -> None:
-    """A rank's life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
-    faulthandler.dump_traceback_later(timeout_s, file=stack.fileno())
-    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+    """The life of a rank of this machine alone."""
+    threading.Thread(target=end_with, args=(alive,), daemon=True).start()
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # host names need not resolve
-    try:
-        if shared(config["device"], world):
-            _stay_on(rank)
+
+    def enter(late_s: float) -> None:
         store = dist.TCPStore("127.0.0.1", port, world, wait_for_workers=False)
-        # The launcher's deadline comes first, also if it is short and this rank began late.
-        join(config["device"], timeout_s + 2 * GRACE_S, store, rank, world)
+        join(config["device"], late_s, store, rank, world)
+
+    live(function, config, timeout_s, enter, reports, stack.fileno())
+
+
+def live(
+    function: Callable[[dict], dict],
+    config: dict,
+    timeout_s: float,
+    enter: Callable[[float], None],
+    reports: Connection,
+    stack: int,
+) -> None:
+    """Enter the job, with a timeout for its collectives, and report function(config), or what went wrong."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    faulthandler.dump_traceback_later(timeout_s, file=stack)
+    try:
+        enter(timeout_s + 2 * GRACE_S)  # the launcher's deadline comes first, also if this rank began late
         result = function(config)
     except BaseException as error:
         reports.send((classify(error), f"{type(error).__name__}: {error}", time.time()))
@@ -271,7 +296,8 @@ def _work(
 def _stay_on(number: int) -> None:
     """Keep this process on one core, where the system can."""
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number % CORES]})
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 def _fill(core: int, alive: Connection) -> None:
@@ -279,14 +305,14 @@ def _fill(core: int, alive: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(19)
     _stay_on(core)
-    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+    threading.Thread(target=end_with, args=(alive,), daemon=True).start()
     torch.set_num_threads(1)
     x = torch.randn(1, 4, 512, 64)
     while True:
         F.scaled_dot_product_attention(x, x, x)
 
 
-def _end_with(alive: Connection) -> None:
+def end_with(alive: Connection) -> None:
     """End this process when the one that started it has ended."""
     with suppress(EOFError, OSError):
         alive.recv_bytes()
@@ -318,7 +344,8 @@ def machine(alone: bool) -> Iterator[None]:
 def join(wanted: str, timeout_s: float, store: dist.Store | None = None, rank: int = 0, world: int = 0) -> None:
     """Join torch.distributed: by the store, or from the environment (torchrun, Slurm). Once joined, nothing.
 
-    A rank gets a device of its own if this machine has one for each of its ranks, else the CPU and one thread.
+    A rank gets a device of its own if this machine has one for each of its ranks, else the CPU and one thread, on one
+    core where ranks share them.
 
     Raises:
         ValueError: if devices are asked for and there are not enough.
@@ -334,8 +361,18 @@ def join(wanted: str, timeout_s: float, store: dist.Store | None = None, rank: i
         raise ValueError(f"device=cuda needs {local_world} devices on this machine, which has {devices}: device=cpu")
     if own:
         torch.cuda.set_device(local_rank)
+    elif local_world > CORES:
+        _stay_on(local_rank)
     where = {"store": store, "rank": rank, "world_size": world} if store else {}
     dist.init_process_group("nccl" if own else "gloo", timeout=timedelta(seconds=timeout_s), **where)
+
+
+def mesh_of(config: dict) -> DeviceMesh:
+    """The mesh of a point over all ranks; those of its inner axis are consecutive."""
+    degrees = {axis: config["mesh"].get(axis, 1) for axis in ("data", "ring", "ulysses")}
+    inner = config["mesh"]["inner"]
+    outer = next(axis for axis in ("ring", "ulysses") if axis != inner)
+    return usp.init_mesh(**degrees, order=("data", outer, inner), device_type=device().type)
 
 
 def leave() -> None:
@@ -380,9 +417,26 @@ def wait(_=None) -> None:
         torch.cuda.synchronize()
 
 
-def own_core() -> bool:
-    """Whether each rank of the running job has a device or a core of its own, so that wall time tells."""
-    return device().type == "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) <= CORES
+def local_world() -> int:
+    """Ranks of the running job on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def several_hosts() -> bool:
+    return local_world() < dist.get_world_size()
+
+
+def shares_cores() -> bool:
+    """Whether ranks of the running job compute on this rank's cores too."""
+    if device().type == "cuda" or not hasattr(os, "sched_getaffinity"):
+        return device().type != "cuda" and local_world() > CORES
+    return local_world() > len(os.sched_getaffinity(0))
+
+
+def wall_tells() -> bool:
+    """Whether wall time is the speed of the running job: each rank has a device or a core of its own, or links between
+    hosts are part of it."""
+    return device().type == "cuda" or local_world() <= CORES or several_hosts()
 
 
 def counted(call: Callable[[], Any], mesh: DeviceMesh) -> tuple[Any, dict]:
@@ -397,17 +451,30 @@ def counted(call: Callable[[], Any], mesh: DeviceMesh) -> tuple[Any, dict]:
         "ring_rank": mesh.get_local_rank("ring"),
         "ulysses_rank": mesh.get_local_rank("ulysses"),
         "device": torch.cuda.get_device_name(here) if here.type == "cuda" else "cpu",
-        "clock": "wall" if own_core() else "cpu",
+        "clock": "wall" if wall_tells() else "cpu",
+        "host": host_id(),
         "bytes": dict(traffic.bytes),
+        "bytes_to_rank": [traffic.to_rank[rank] for rank in range(dist.get_world_size())],
         "messages": dict(traffic.messages),
         "kernels": dict(traffic.kernels),
         "peak_growth_bytes": peak_memory(here) - before_bytes,
     }
 
 
-def clocked(forward: Callable, backward: Callable | None, **options) -> dict[str, list[float]]:
-    """`timed` as this rank's clock wants it: with probes where ranks share cores; no CPU time of what a device does."""
-    samples = timed(forward, backward, wait, probe=None if own_core() else probe, **options)
+def clocked(
+    forward: Callable, backward: Callable | None, *, warmup: int, repeats: int, **options
+) -> dict[str, list[float]]:
+    """`timed` with probes where ranks share cores, and without CPU time of what a device does.
+
+    With several hosts also link_bytes: what this rank's host sent to others in a call, by the counter of its interface.
+    """
+    dist.barrier()
+    before_bytes = sent_by_host()
+    samples = timed(
+        forward, backward, wait, warmup=warmup, repeats=repeats, probe=probe if shares_cores() else None, **options
+    )
+    if before_bytes is not None and several_hosts():
+        samples["link_bytes"] = [((sent_by_host() or 0) - before_bytes) / (warmup + repeats)]
     if device().type == "cuda":
         samples = {name: values for name, values in samples.items() if not name.endswith("compute_s")}
     return samples
@@ -461,6 +528,58 @@ def timed(
 
 
 CLOCKS = ("wall_s", "cpu_s", "compute_s")
+
+
+def host_id() -> str:
+    """Of this host, without its name."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+
+
+def place() -> dict:
+    """This host and its link to others, as far as the system tells: interface and nominal rate."""
+    name = interface()
+    speed = Path(f"/sys/class/net/{name}/speed")
+    try:
+        gbit_per_s = int(speed.read_text()) / 1000 if name else None
+    except (OSError, ValueError):
+        gbit_per_s = None
+    return {
+        "host": host_id(),
+        "cores": CORES,
+        "interface": name,
+        "gbit_per_s": gbit_per_s if gbit_per_s and gbit_per_s > 0 else None,
+    }
+
+
+def interface() -> str | None:
+    """Through which this host reaches the first rank's, where ranks were found running; None where it is not known."""
+    if "MASTER_ADDR" not in os.environ:
+        return None
+    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return name
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+            own = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):  # has no address
+                    request = struct.pack("256s", name.encode()[:15])
+                    if fcntl.ioctl(probe.fileno(), _ADDRESS_OF, request)[20:24] == own:
+                        return name
+    except OSError:
+        pass
+    return None
+
+
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux; elsewhere another number, and nothing is found
+
+
+def sent_by_host() -> int | None:
+    """Bytes that this host has sent through its interface so far; None where the system does not count them."""
+    name, path = interface(), Path("/proc/self/net/dev")
+    lines = path.read_text().splitlines() if name and path.exists() else []
+    counters = [line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{name}:")]
+    return int(counters[0][8]) if counters else None
 
 
 def probe() -> float:

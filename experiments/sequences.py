@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import usp
 from experiments import points, ranks
 from usp.heads import HeadPlan
 
@@ -130,7 +129,3 @@ def timed(config: dict, call: Callable[[], object], after: Callable[[], None]) -
     measure = config["measure"]
     samples = ranks.clocked(call, None, warmup=max(0, measure["warmup"] - 2), repeats=measure["repeats"], after=after)
     return {name: values for name, values in samples.items() if not name.startswith("forward_")}
-
-
-def mesh_of(config: dict):
-    return usp.init_mesh(**config["mesh"], device_type=ranks.device().type)

@@ -7,7 +7,6 @@ It alone writes its journal: jobs, which run on other machines, write records.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from typing import Any
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from omegaconf import OmegaConf
 
+from analysis.compare import world
 from experiments import points, ranks
 from experiments.config import JOURNAL, entries, note, wanted
 
@@ -31,6 +31,7 @@ LATE_S = 10.0  # how long after a job's end its record may still be on its way, 
 POLLS_S = 1.0, 15.0  # between questions to Slurm: at first, and of jobs that take long
 LINES = 10  # of what each rank of a lost job wrote to stderr
 
+SUBMITTED = {"launcher": "slurm", "hosts": []}  # of records that no rank has written
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 ENDED |= {"REVOKED", "TIMEOUT", "UNKNOWN"}
 
@@ -121,19 +122,19 @@ def shape(config: dict, settings: dict) -> tuple[int, int]:
     Raises:
         ValueError: naming the values, if the mesh does not fill nodes, or the job would end before the point's time.
     """
-    world = math.prod(config["mesh"].values())
+    count = world(config)
     full = next(x for x in (settings["tasks_per_node"], settings["gpus_per_node"], PLAIN_RANKS) if x is not None)
     if full < 1:
         raise ValueError(f"hydra.launcher.tasks_per_node={full}: a node has at least 1 rank")
-    if world > full and world % full:
-        even = max(count for count in range(1, full) if world % count == 0)
+    if count > full and count % full:
+        even = max(fewer for fewer in range(1, full) if count % fewer == 0)
         text = f"hydra.launcher.tasks_per_node={even} does"
-        raise ValueError(f"the {world} ranks of mesh={config['mesh']} do not fill nodes of {full}: {text}")
+        raise ValueError(f"the {count} ranks of mesh={config['mesh']} do not fill nodes of {full}: {text}")
     limit_s = 60 * settings["timeout_min"]
     if config["timeout_s"] >= limit_s:
         text = f"timeout_s={config['timeout_s']} is not within the {limit_s} s of hydra.launcher.timeout_min"
         raise ValueError(f"{text}={settings['timeout_min']}: the job would end before the point could tell why")
-    return max(1, world // full), min(world, full)
+    return max(1, count // full), min(count, full)
 
 
 def submit(experiment: points.Experiment, configs: list[dict], command: list[str], settings: dict) -> list[Job]:
@@ -198,7 +199,7 @@ def settled(experiment: points.Experiment, job: Job, state: str, reason: str, co
     if now < job.ended + LATE_S:
         return False
     said = [text.strip().split("\n")[-1] for text in texts.values() if text.strip()]
-    record = points.begun(experiment, job.config, command) | {"launcher": "slurm", "job": job.id} | known
+    record = points.begun(experiment, job.config, command) | SUBMITTED | {"job": job.id} | known
     record |= {"reason": "; ".join([verdict, *(said[:1] or ["nothing on stderr"])])}
     record |= {"seconds": round(job.ended - (job.started or job.ended), 3)}
     tell(experiment, record, keep(record, job.path))
@@ -248,7 +249,7 @@ def kept(path: Path) -> dict[Path, dict]:
 
 def refuse(experiment: points.Experiment, config: dict, command: list[str], status: str, reason: str) -> None:
     """The record of a point that no job was submitted for."""
-    record = points.begun(experiment, config, command) | {"launcher": "slurm", "status": status}
+    record = points.begun(experiment, config, command) | SUBMITTED | {"status": status}
     path = Path(config["results"]) / record["point"] / "record.json"
     record |= {"reason": reason, "seconds": 0.0}
     tell(experiment, record, keep(record, path))

@@ -67,6 +67,11 @@ def rank_and_world(config: dict) -> dict:
     return {"rank": dist.get_rank(), "world": dist.get_world_size(), "config": config}
 
 
+def cores(config: dict) -> dict:
+    """Where this rank may run."""
+    return {"cores": sorted(os.sched_getaffinity(0))}
+
+
 def tell_process(config: dict) -> dict:
     """Leave this process's number where the test looks for it, then stay."""
     Path(config["folder"], str(os.getpid())).touch()

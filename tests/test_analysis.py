@@ -32,12 +32,13 @@ def record(
 ) -> dict:
     point = f"u{ulysses}r{ring}-{layout}-{length}-{heads}"
     made = {
-        "schema": 2,
+        "schema": kept.SCHEMA,
         "experiment": "attention",
         "point": point,
         "hash": "0",
         "config": {
-            "mesh": {"ulysses": ulysses, "ring": ring},
+            "mesh": {"ulysses": ulysses, "ring": ring, "inner": "ulysses"},
+            "cluster": None,
             "workload": {"heads": heads, "kv_heads": heads, "head_dim": 32, "batch": 2},
             "layout": {"name": layout},
             "published": {"table": table, "length": length, "factor": 16, "only": False},
@@ -52,6 +53,7 @@ def record(
             "seed": 0,
             "name": "test",
         },
+        "hosts": [{"host": machine, "cores": 2, "interface": None, "gbit_per_s": None, "ranks": [0, 1]}],
         "started": started,
         "commit": "0123456789",
         "dirty": False,
@@ -316,4 +318,4 @@ def test_mistakes_are_named(tmp_path):
     path.write_text("{}")
     assert "is not a record" in program(str(tmp_path), code=2)
     path.write_text(json.dumps(record(8, 1) | {"schema": 1}))  # of an older version
-    assert "no records of schema 2" in program(str(tmp_path), code=1)
+    assert f"no records of schema {kept.SCHEMA}" in program(str(tmp_path), code=1)

@@ -209,6 +209,7 @@ def sweep(noise: float) -> list[dict]:
             "name": "sweep", "mesh": {"ulysses": ulysses, "ring": ring}, "layout": {"name": layout}, "seq": seq,
             "workload": {"batch": 2, "heads": 32, "kv_heads": 32, "head_dim": 32}, "dtype": "float32",
             "causal": True, "window": None, "backward": True, "exchange": "ring",
+            "replicate_kv": False,
         }  # fmt: skip
         summary = {"clock": "cpu", "probe_s": 0.01 * (1 + n % 2), "speed_per_s": 1.0, "forward_speed_per_s": 1.0}
         record = {

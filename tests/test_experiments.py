@@ -191,7 +191,8 @@ def test_a_wrong_result_is_no_result():
 
 def test_what_is_sent_is_what_was_predicted():
     config = {"workload": {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8}, "mesh": {"ulysses": 2, "ring": 1}}
-    config |= {"seq": 16, "causal": True, "window": None, "dtype": "float32", "exchange": "ring", "backward": False}
+    config |= {"seq": 16, "causal": True, "window": None, "dtype": "float32", "backward": False}
+    config |= {"exchange": "ring", "replicate_kv": False}
     found = attention.predicted(config | {"layout": {"name": "zigzag"}})
     assert found == {(0, 0): {"all_to_all": (8 * 8 * 4 * 4, 2)}, (0, 1): {"all_to_all": (8 * 8 * 4 * 4, 2)}}
     samples = [
@@ -427,6 +428,16 @@ def test_the_first_failure_is_the_one_that_is_told(function, status, reason):
     assert time.monotonic() - start_s < 20
     results = ranks.launch(faults.rank_and_world, {"device": "cpu", "n": 5}, 4, 60.0)
     assert results == [{"rank": rank, "world": 4, "config": {"device": "cpu", "n": 5}} for rank in range(4)]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processes cannot be kept on cores here")
+def test_ranks_that_share_cores_stay_on_one_each():
+    own = os.sched_getaffinity(0)
+    found = [rank["cores"] for rank in ranks.launch(faults.cores, {"device": "cpu"}, ranks.CORES + 1, 60.0)]
+    assert [len(cores) for cores in found] == [1] * (ranks.CORES + 1)
+    assert {core for cores in found for core in cores} == own
+    (alone,) = ranks.launch(faults.cores, {"device": "cpu"}, 1, 60.0)
+    assert set(alone["cores"]) == own
 
 
 def test_what_is_want_of_memory():

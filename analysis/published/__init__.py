@@ -92,7 +92,8 @@ def find(config: dict) -> Row | None:
     workload, mesh = config["workload"], config["mesh"]
     wanted = {
         **workload,
-        **mesh,
+        "ring": mesh["ring"],
+        "ulysses": mesh["ulysses"],
         "length": published["length"],
         "layout": config["layout"]["name"],
         "qkv": "separate",
