@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 HF_READY := $(VENV)/hf-ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: sweep inference model training test hf slurm cases fuzz mutate lint clean
+.PHONY: sweep inference model training cluster cluster-full test hf slurm cases fuzz mutate lint clean
 
 sweep: $(READY)  ## the main job: hybrid attention on every mesh of four ranks
 	$(BIN)/python -m experiments.attention -m experiment=sweep
@@ -24,6 +24,20 @@ model: $(HF_READY)  ## SmolLM2 on meshes and in one process: the loss of a long 
 training: $(HF_READY)  ## a small Llama, trained by eight ranks and by one process, and the picture of it
 	$(BIN)/python -m experiments.model -m experiment=training
 	cp results/training/training.png docs/training.png
+
+cluster: $(READY)  ## two hosts with a slow link, emulated: where the axes of a mesh should lie; needs root
+	$(BIN)/python -m experiments.attention -m experiment=two_level
+
+TWO_LEVEL := $(BIN)/python -m experiments.attention -m experiment=two_level name=two_level_full layout=zigzag,contiguous \
+	cluster.gbit_per_s=0.1,0.3,1,3,10
+MESHES_OF_8 := u8r1,u4r2,u2r4,u1r8,u4r2_ring_inside,u2r4_ring_inside
+
+cluster-full: $(READY)  ## more rates, layouts, hosts and ranks; an hour or two, goes on where it was interrupted
+	-$(TWO_LEVEL)
+	-$(TWO_LEVEL) cluster.hosts=4 cluster.ranks_per_host=1 mesh=u4r1,u2r2,u1r4,u2r2_ring_inside
+	-$(TWO_LEVEL) cluster.hosts=2 cluster.ranks_per_host=4 mesh=$(MESHES_OF_8)
+	-$(TWO_LEVEL) cluster.hosts=4 cluster.ranks_per_host=2 mesh=$(MESHES_OF_8)
+	$(BIN)/python -m analysis.records results/two_level_full --report
 
 test: lint  ## everything that must hold; by two processes, since tests that start processes wait half of the time
 	$(BIN)/python -m pytest -n 2 --dist worksteal
