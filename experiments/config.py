@@ -94,9 +94,9 @@ class Published:
 class Cluster:
     """Hosts of an emulated cluster (experiments.emulated_cluster)."""
 
-    hosts: int = MISSING
-    ranks_per_host: int = MISSING
-    gbit_per_s: float = MISSING  # of the one link that each host has, in each direction
+    hosts: int | None = None
+    ranks_per_host: int | None = None
+    gbit_per_s: float | None = None  # of the one link that each host has, in each direction
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Job:
     """What every experiment's configuration has."""
 
     mesh: Mesh = field(default_factory=Mesh)
-    cluster: Cluster | None = None  # null: ranks are of this machine, or are found running
+    cluster: Cluster = field(default_factory=Cluster)  # nothing of it: ranks are of this machine, or are found running
     dtype: Dtype = Dtype["float32"]
     backend: Backend = Backend["auto"]
     device: Device = Device["auto"]
@@ -194,6 +194,14 @@ def register() -> None:
     for schema in (Attention, Decode, Prefill, Model):
         ConfigStore.instance().store(f"{schema.__name__.lower()}_schema", schema)
     OmegaConf.register_new_resolver("scaled", scaled, replace=True)
+
+
+def plain(config: DictConfig) -> dict:
+    """The resolved configuration as plain values; a cluster of which nothing is given is None."""
+    found: dict = OmegaConf.to_container(config, resolve=True, enum_to_str=True)  # pyright: ignore[reportAssignmentType]
+    if all(value is None for value in (found["cluster"] or {}).values()):
+        found["cluster"] = None
+    return found
 
 
 def scaled(length: int, factor: int) -> int:

@@ -71,11 +71,9 @@ def main(experiment: Experiment) -> None:
 
 def point(experiment: Experiment, cfg, command: list[str]) -> None:
     """One point of a sweep: measure it unless it has been measured, keep its record, tell how it went."""
-    from omegaconf import OmegaConf
+    from experiments.config import entries, note, plain, wanted
 
-    from experiments.config import entries, note, wanted
-
-    config: dict = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)  # pyright: ignore[reportAssignmentType]
+    config = plain(cfg)
     if not wanted(config):
         return
     own, places = name(experiment, config), []
@@ -151,6 +149,12 @@ def check(config: dict) -> None:
         raise ValueError(f"measure.repeats and measure.warmup are at least 1: {config['measure']}")
     if not 0 < config["timeout_s"] < math.inf:
         raise ValueError(f"timeout_s={config['timeout_s']} is not a time to wait")
+    if missing := [key for key, value in (config["cluster"] or {}).items() if value is None]:
+        given = {key: value for key, value in config["cluster"].items() if value is not None}
+        raise ValueError(
+            f"cluster has {given} and no {' or '.join(missing)}: launcher=emulated_cluster has all of them, and other "
+            "launchers have no cluster"
+        )
     if config["cluster"] and RUNNING:
         raise ValueError(
             "launcher=emulated_cluster makes hosts of its own, and these ranks run already: launcher=basic"
@@ -163,7 +167,7 @@ def check(config: dict) -> None:
 
 def hosts_of(config: dict, places: Sequence[dict] = ()) -> list[dict]:
     """Where the ranks of a point are, host by host, with the link of each to the others; `places` of running ranks."""
-    if config["cluster"]:
+    if config["cluster"] and None not in config["cluster"].values():
         places = emulated_cluster.places(config["cluster"])
     places = places or [ranks.place()] * world(config)
     found: dict[str, dict] = {}

@@ -28,19 +28,20 @@ class SlurmLauncher(Launcher):
     """What Hydra calls with the points of a sweep."""
 
     def __init__(self, **settings: Any) -> None:
-        plain = {key: OmegaConf.to_container(x) if OmegaConf.is_config(x) else x for key, x in settings.items()}
-        self.settings: dict[str, Any] = plain
+        own = {key: OmegaConf.to_container(x) if OmegaConf.is_config(x) else x for key, x in settings.items()}
+        self.settings: dict[str, Any] = own
 
     def setup(self, *, hydra_context, task_function, config: DictConfig) -> None:
         self.context, self.task, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides, initial_job_idx: int) -> list[JobReturn]:
         from experiments import slurm
+        from experiments.config import plain
 
         configs = []
         for overrides in job_overrides:
             cfg = self.context.config_loader.load_sweep_config(self.config, list(overrides))
             kept = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
-            configs.append(OmegaConf.to_container(kept, resolve=True, enum_to_str=True))
+            configs.append(plain(kept))
         slurm.sweep(self.task.args[0], configs, self.task.keywords["command"], self.settings)  # of points.main
         return [JobReturn(_return_value=None, status=JobStatus.COMPLETED) for _ in configs]

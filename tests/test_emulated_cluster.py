@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from experiments import emulated_cluster, points, ranks
+from experiments.config import plain
 from tests import faults
-from tests.test_experiments import ROOT, SMALL, composed, plain, records, run_here
+from tests.test_experiments import ROOT, SMALL, composed, records, run_here
 
 HERE = sys.platform == "linux" and os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "nsenter")))
 needs_root = pytest.mark.skipif(not HERE, reason="needs root, iproute2 and util-linux")
@@ -84,6 +85,29 @@ def _alone():
 def test_hosts_that_cannot_be(values, message):
     with pytest.raises(ValueError, match=message):
         points.check(plain(composed("launcher=emulated_cluster", *values)))
+
+
+@pytest.mark.parametrize(
+    ("values", "given", "missing"),
+    [
+        (["cluster.hosts=4"], "'hosts': 4", "ranks_per_host or gbit_per_s"),
+        (
+            ["experiment=two_level", "launcher=basic", "cluster.gbit_per_s=1"],
+            "'gbit_per_s': 1.0",
+            "hosts or ranks_per_host",
+        ),
+    ],
+)
+def test_a_part_of_a_cluster(tmp_path, values, given, missing):
+    """Is no cluster: the record of such a point says what is missing and who has it."""
+    run_here(*values, "hydra.mode=RUN", *SMALL, f"results={tmp_path}", code=1)
+    (record,) = records(tmp_path)
+    assert record["status"] == "unsupported"
+    assert f"cluster has {{{given}}} and no {missing}: launcher=emulated_cluster" in record["reason"]
+
+
+def test_no_cluster_at_all():
+    assert plain(composed())["cluster"] is None
 
 
 @pytest.mark.parametrize(

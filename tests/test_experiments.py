@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 import usp
 import usp.kernels
 from experiments import attention, device_check, points, ranks, traffic
-from experiments.config import CONFIGS, register, scaled
+from experiments.config import CONFIGS, plain, register, scaled
 from tests import faults
 
 ROOT = Path(__file__).parent.parent
@@ -38,10 +38,6 @@ def composed(*overrides: str, hydra: bool = False):
     register()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose("attention", list(overrides), return_hydra_config=hydra)
-
-
-def plain(config) -> dict:
-    return OmegaConf.to_container(config, resolve=True, enum_to_str=True)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 from analysis import compare, tables
 from analysis import records as kept
 from experiments import attention, decode, growth, points, prefill, ranks
-from experiments.config import CONFIGS, register
+from experiments.config import CONFIGS, plain, register
 from usp.inference.volumes import PREFILL, decode_volume
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +24,7 @@ def composed(command: str, *overrides: str, hydra: bool = False):
     register()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = compose(command, list(overrides), return_hydra_config=hydra)
-    return config if hydra else OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    return config if hydra else plain(config)
 
 
 def swept(command: str, folder: Path, *overrides: str) -> tuple[list[dict], str]:

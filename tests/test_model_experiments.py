@@ -11,14 +11,13 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 transformers = pytest.importorskip("transformers", reason="make hf installs it")
 
 from analysis import compare, figures, tables  # noqa: E402
 from analysis import records as kept  # noqa: E402
 from experiments import model, points  # noqa: E402
-from experiments.config import CONFIGS, register  # noqa: E402
+from experiments.config import CONFIGS, plain, register  # noqa: E402
 
 pytestmark = pytest.mark.hf
 ROOT = Path(__file__).parent.parent
@@ -28,7 +27,7 @@ def composed(*overrides: str, hydra: bool = False):
     register()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = compose("model", list(overrides), return_hydra_config=hydra)
-    return config if hydra else OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    return config if hydra else plain(config)
 
 
 def swept(folder: Path, *overrides: str) -> tuple[list[dict], str]:
