@@ -262,7 +262,8 @@ def test_hosts_end_with_the_program(tmp_path, how):
     """However that ends."""
     before, count = left(), namespaces()
     program = (
-        "import sys; from experiments import emulated_cluster; from tests import faults\n"
+        "import signal; from experiments import emulated_cluster; from tests import faults\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored\n"
         f"config = {CONFIG | {'folder': str(tmp_path)}}\n"
         "if __name__ == '__main__': emulated_cluster.launch(faults.tell_process, config, 4, 600.0)\n"
     )
