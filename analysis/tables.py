@@ -58,18 +58,17 @@ def _console() -> Console:
     )  # a narrow terminal wraps lines rather than lose figures
 
 
+def _titled(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def _table(groups: list[compare.Group], title: str) -> Table:
     config = groups[0].config
     efficiency = any("efficiency" in line.record.get("summary", {}) for group in groups for line in group.lines)
     forward = compare.forward_alone(config)
     good = [line.record for group in groups for line in group.lines if line.record["status"] == "ok"]
     about = sorted({f"{r['summary']['device']}, {' + '.join(r['summary']['kernels'])}" for r in good})
-    table = Table(
-        title=f"{title}\n({'; '.join(about) or 'no result'})",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = _titled(f"{title}\n({'; '.join(about) or 'no result'})")
     table.add_column("tokens", justify="right")
     table.add_column("mesh")
     table.add_column("layout")
@@ -136,12 +135,7 @@ def _print_studies(console: Console, records: list[dict]) -> None:
     found = placement.studies(records)
     for study in found:
         names = list(dict.fromkeys(choice.name for rate in study.rates for choice in rate.choices))
-        table = Table(
-            title=f"{study.title}\n{study.part}, ms of wall time on cores of usual speed",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-        )
+        table = _titled(f"{study.title}\n{study.part}, ms of wall time on cores of usual speed")
         table.add_column("Gbit/s", justify="right")
         for column in (*(name.replace(" ", "\n") for name in names), *(f"{kind}\n/ hybrid" for kind in BESIDE)):
             table.add_column(column, justify="right")
@@ -377,12 +371,7 @@ def _families(records: list[dict]) -> dict[str, list[dict]]:
 def _inference_table(title: str, records: list[dict], columns: tuple[str, ...]) -> Table:
     good = [record["summary"] for record in records if record["status"] == "ok"]
     about = sorted({f"{found['device']}, {' + '.join(found['kernels'] or ['transformers'])}" for found in good})
-    table = Table(
-        title=f"{title}\n({'; '.join(about) or 'no result'})",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = _titled(f"{title}\n({'; '.join(about) or 'no result'})")
     for column in columns:
         table.add_column(column, justify="right" if column == "batch" else "left")
     return table

@@ -428,9 +428,8 @@ def several_hosts() -> bool:
 
 def shares_cores() -> bool:
     """Whether ranks of the running job compute on this rank's cores too."""
-    if device().type == "cuda" or not hasattr(os, "sched_getaffinity"):
-        return device().type != "cuda" and local_world() > CORES
-    return local_world() > len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else CORES
+    return device().type != "cuda" and local_world() > cores
 
 
 def wall_tells() -> bool:

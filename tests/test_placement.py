@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-
 import pytest
 
 from analysis import figures, placement, tables
@@ -196,13 +193,6 @@ def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
     path = figures.two_level(records, tmp_path / "x.png")
     assert path.stat().st_size > 20_000
     assert [p.name for p in kept.pictures("attention", [*records, lost], tmp_path)] == ["two_level_2x2.png"]
-
-
-def test_a_record_reads_as_it_was_written():
-    record = point("u2r2", 1.0, 8)
-    again = json.loads(json.dumps(record))
-    assert placement.Choice((again,), "forward", 0.0).seconds == placement.Choice((record,), "forward", 0.0).seconds
-    assert not math.isnan(predicted(again, "forward"))
 
 
 def test_one_function_predicts_studies_and_plans():
