@@ -34,7 +34,7 @@ MESHES_OF_8 := u8r1,u4r2,u2r4,u1r8,u4r2_ring_inside,u2r4_ring_inside
 
 cluster-full: $(READY)  ## more rates, layouts, hosts and ranks; an hour or two, goes on where it was interrupted
 	-$(TWO_LEVEL)
-	-$(TWO_LEVEL) cluster.hosts=4 cluster.ranks_per_host=1 mesh=u4r1,u2r2,u1r4,u2r2_ring_inside
+	-$(TWO_LEVEL) cluster.hosts=4 cluster.ranks_per_host=1 mesh=u4r1,u2r2,u1r4
 	-$(TWO_LEVEL) cluster.hosts=2 cluster.ranks_per_host=4 mesh=$(MESHES_OF_8)
 	-$(TWO_LEVEL) cluster.hosts=4 cluster.ranks_per_host=2 mesh=$(MESHES_OF_8)
 	$(BIN)/python -m analysis.records results/two_level_full --report
